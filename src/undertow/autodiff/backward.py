@@ -1,0 +1,263 @@
+"""Autodiff: a forward pass in, the same Program with its backward pass behind it out.
+
+Reverse-mode differentiation over a list of operations (Griewank and Walther, Evaluating Derivatives, 2008). Nodes are
+visited in reverse program order, and a value's cotangents are added in the order in which they arise: that is the
+order in which eager PyTorch's engine runs and adds, so the sums have the same bits. This module knows no derivative of
+any operation; rules come from the registry and are recorded like any other tensor code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from undertow.errors import MissingRule
+from undertow.ir import (
+    Gradient,
+    Input,
+    InputKind,
+    Node,
+    Origin,
+    Program,
+    TensorType,
+    Value,
+    check_program,
+    map_values,
+    values_in,
+)
+from undertow.ops.cleaning import remove_unused
+from undertow.ops.interpret import generator_of
+from undertow.ops.opaque import CustomFunction, CustomFunctionBackward, ThroughAutograd
+from undertow.ops.own import GENERATOR_STATE, Mutating, OwnOperation, is_random
+from undertow.ops.registry import Call, bind_arguments, find_op
+from undertow.ops.tracing import Namer, Recorder, TracedTensor
+
+aten = torch.ops.aten
+
+
+def differentiate(
+    program: Program,
+    outputs: Sequence[Value],
+    wanted: Sequence[Value],
+    *,
+    is_composed: bool = False,
+    is_strict: bool = False,
+) -> Program:
+    """The Program with the cotangents of `wanted` inputs, given cotangents of `outputs`.
+
+    `is_composed` takes the formulations that can be differentiated again instead of those with eager's bits.
+    """
+    return _Backward(program, is_composed, is_strict).build(outputs, wanted)
+
+
+def backward_as_forward(program: Program, outputs: Sequence[Value]) -> Program:
+    """A Program whose forward pass is the whole of `program`, cotangents being arguments: to differentiate it again."""
+    return replace(
+        program,
+        inputs=program.inputs + program.cotangents,
+        outputs=tuple(outputs),
+        num_forward_nodes=len(program.nodes),
+        cotangents=(),
+        gradients=(),
+    )
+
+
+class _Backward(Recorder):
+    def __init__(self, program: Program, is_composed: bool, is_strict: bool) -> None:
+        super().__init__(FakeTensorMode(), Namer(taken=_names(program)))
+        self.program = program
+        self.is_composed = is_composed
+        self.is_strict = is_strict
+        self.node: Node | None = None
+        self.cotangents: dict[Value, torch.Tensor] = {}
+        self.generator_states: dict[Node, Node] = {}
+        self.active: set[Value] = set()
+
+    def origin(self) -> Origin:
+        if self.node is None:
+            return Origin()
+        first = next((value.name for value in self.node.outputs if value is not None), "")
+        return replace(self.node.origin, derived_from=first)
+
+    def build(self, outputs: Sequence[Value], wanted: Sequence[Value]) -> Program:
+        self.active = self._find_active(wanted)
+        seeds = []
+        with _disable_current_modes(), torch._C._DisableAutocast(), torch.enable_grad(), self:
+            for value in outputs:
+                if value in self.active:
+                    seed = Input(Value(self.names.unique(f"ct_{value.name}"), value.type), InputKind.COTANGENT, value.name)
+                    seeds.append(seed)
+                    self._accumulate(value, self.tensor(seed.value))
+            for node in reversed(self.program.forward_nodes):
+                self._visit(node)
+            self.node = None
+            gradients = [
+                Gradient(value, self.value_of(self.cotangents[value]) if value in self.cotangents else None)
+                for value in wanted
+            ]
+        nodes = self._forward_nodes() + tuple(self.nodes)
+        differentiable = self.program.differentiable | {seed.value for seed in seeds}
+        joint = replace(
+            self.program,
+            nodes=nodes,
+            num_forward_nodes=len(nodes) - len(self.nodes),
+            cotangents=tuple(seeds),
+            gradients=tuple(gradients),
+            differentiable=self._extend(differentiable),
+        )
+        return check_program(remove_unused(joint))
+
+    def tensor(self, value: Value) -> TracedTensor:
+        """The traced tensor that stands for a value of the forward pass."""
+        return self.tensors[value] if value in self.tensors else self.new_tensor(value)
+
+    def _find_active(self, wanted: Sequence[Value]) -> set[Value]:
+        """The values that carry a gradient and depend on what is wanted."""
+        active = {value for value in wanted if value in self.program.differentiable}
+        for node in self.program.forward_nodes:
+            if any(value in active for value in node.inputs):
+                active.update(value for value in node.outputs if value in self.program.differentiable)
+        return active
+
+    def _visit(self, node: Node) -> None:
+        cts = [None if value is None else self.cotangents.get(value) for value in node.outputs]
+        if all(ct is None for ct in cts) or not any(value in self.active for value in node.inputs):
+            return
+        self.node = node
+        for argument, ct in self._pull_back(node, cts):
+            self._spread(argument, ct)
+        for value in node.outputs:
+            if value is not None:
+                self.cotangents.pop(value, None)
+
+    def _pull_back(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
+        """Pairs of an argument (a Value or a tuple of them) and its cotangents."""
+        target = node.target
+        if isinstance(target, CustomFunction):
+            return self._pull_back_function(node, target, cts)
+        if isinstance(target, OwnOperation) and target.gradient is not None:
+            return list(zip(node.args, target.gradient(node.args, *cts), strict=True))
+        base = target.target if isinstance(target, Mutating) else target
+        op = find_op(base)
+        if op is None or any(value.type.dtype.is_complex for value in node.inputs):
+            return self._pull_back_through_autograd(node, cts)
+        if not op.vjps:
+            return []
+        vjp = op.composed_vjp if self.is_composed else op.exact_vjp
+        if vjp is None:
+            raise MissingRule(f"{node.name} ({node.origin}) has no derivative that can be differentiated again")
+        bound = bind_arguments(base, node.args, node.kwargs)
+        wanted = {name for name in vjp.arguments if any(value in self.active for value in values_in(bound[name]))}
+        outs = [None if value is None else self.tensor(value) for value in node.outputs]
+        call = Call(base, map_values(node.args, self.tensor), map_values_of(node.kwargs, self.tensor), outs, wanted)
+        found = vjp.cotangents(call, cts[: len(base._schema.returns)] if isinstance(target, Mutating) else cts)
+        return [(bound[name], found[name]) for name in vjp.arguments if name in wanted and name in found]
+
+    def _pull_back_function(self, node: Node, target: CustomFunction, cts: list[Any]) -> list[tuple[Any, Any]]:
+        positions = tuple(
+            index
+            for index, argument in enumerate(node.args)
+            if target.has_gradient[index] and isinstance(argument, Value) and argument in self.active
+        )
+        if not positions:
+            return []
+        context = node.outputs[-1]
+        values = tuple(None if ct is None else self.value_of(ct) for ct in cts[:-1])
+        inputs = [node.args[index] for index in positions]
+        # Its backward may only run on real tensors; contiguous is the usual layout, and nothing relies on it.
+        with self.on_fakes():
+            fakes = [torch.empty(value.type.shape, dtype=value.type.dtype, device=value.type.device) for value in inputs]
+        return self._emit(CustomFunctionBackward(target, positions), (context, *values), inputs, fakes)
+
+    def _pull_back_through_autograd(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
+        if self.is_strict or self.is_composed:
+            raise MissingRule(
+                f"{node.name} ({node.origin}) has no derivative rule"
+                + ("; strict=True allows none" if self.is_strict else " that can be differentiated again")
+            )
+        inputs = list(node.inputs)
+        positions = tuple(index for index, value in enumerate(inputs) if value in self.active)
+        values = tuple(None if ct is None else self.value_of(ct) for ct in cts)
+        state = self._generator_state(node) if is_random(node.target) else None
+        target = ThroughAutograd(node.target, positions)
+        args = (node.args, tuple(node.kwargs), tuple(node.kwargs.values()), values)
+        with self.on_fakes():
+            fakes = target(*map_values(args, lambda value: self.tensor(value).fake), None)
+        return self._emit(target, (*args, state), [inputs[index] for index in positions], fakes)
+
+    def _emit(self, target: Any, args: Any, inputs: list[Value], fakes: Sequence[torch.Tensor]) -> list[tuple[Any, Any]]:
+        values = self.emit(target, args, {}, fakes)
+        return [(item, self.adopt(fake, value)) for item, value, fake in zip(inputs, values, fakes, strict=True)]
+
+    def _generator_state(self, node: Node) -> Value:
+        generator = generator_of(node)
+        state = generator.get_state()
+        value = self.names.value(GENERATOR_STATE, TensorType.of(state))
+        self.generator_states[node] = Node(GENERATOR_STATE, (generator,), {}, (value,), node.origin)
+        return value
+
+    def _forward_nodes(self) -> tuple[Node, ...]:
+        nodes: list[Node] = []
+        for node in self.program.forward_nodes:
+            if node in self.generator_states:
+                nodes.append(self.generator_states[node])
+            nodes.append(node)
+        return tuple(nodes)
+
+    def _spread(self, argument: Any, ct: Any) -> None:
+        if isinstance(argument, Value):
+            if ct is not None and argument in self.active:
+                self._accumulate(argument, conform(ct, argument.type))
+        elif isinstance(argument, tuple) and ct is not None:
+            for item, item_ct in zip(argument, ct, strict=True):
+                self._spread(item, item_ct)
+
+    def _accumulate(self, value: Value, ct: torch.Tensor) -> None:
+        known = self.cotangents.get(value)
+        self.cotangents[value] = ct if known is None else aten.add.Tensor(known, ct)
+
+    def _extend(self, differentiable: frozenset[Value]) -> frozenset[Value]:
+        extended = set(differentiable)
+        for node in self.nodes:
+            op = find_op(node.target) if isinstance(node.target, OpOverload) else None
+            if (op is None or op.vjps) and any(value in extended for value in node.inputs):
+                extended.update(value for value in node.outputs if value is not None and value.type.is_differentiable)
+        return frozenset(extended)
+
+
+def conform(ct: torch.Tensor, value_type: Any) -> torch.Tensor:
+    """The cotangent summed over broadcast dimensions, then cast: what eager's engine does on every edge."""
+    if tuple(ct.shape) != value_type.shape:
+        ct = _sum_to_shape(ct, value_type.shape)
+    if ct.dtype != value_type.dtype:
+        ct = aten._to_copy.default(ct, dtype=value_type.dtype)
+    if ct.device != value_type.device:
+        ct = aten._to_copy.default(ct, device=value_type.device)
+    return ct
+
+
+def _sum_to_shape(ct: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if not shape:
+        return aten.sum.default(ct)
+    leading = ct.dim() - len(shape)
+    dims = list(range(leading))
+    dims += [dim for dim in range(leading, ct.dim()) if shape[dim - leading] == 1 and ct.shape[dim] != 1]
+    ct = aten.sum.dim_IntList(ct, dims, True) if dims else ct
+    return aten.view.default(ct, list(shape)) if leading else ct
+
+
+def map_values_of(kwargs: dict[str, Any], replace_value: Any) -> dict[str, Any]:
+    """Keyword arguments with every Value replaced."""
+    return {name: map_values(item, replace_value) for name, item in kwargs.items()}
+
+
+def _names(program: Program) -> list[str]:
+    names = [item.value.name for item in program.inputs]
+    names += [item.value.name for item in program.cotangents]
+    return names + [value.name for node in program.nodes for value in node.outputs if value is not None]

@@ -1,0 +1,178 @@
+"""Capture: a module or function and example arguments in, the forward pass as a Program out.
+
+The code is run once on tensors without data. Nothing of the user's is changed: parameters and buffers are exchanged
+for their traced twins while it runs and put back, attributes it assigned are put back, generators are left alone.
+Not captured: Python side effects other than assigned attributes (they are refused where they can be noticed).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from undertow.capture.functions import opaque_functions
+from undertow.capture.recorder import CaptureRecorder
+from undertow.capture.side_effects import AttributeWatch, PythonRandomness
+from undertow.errors import CaptureError
+from undertow.ir import InputKind, Program, Update, Value, check_program
+from undertow.ir.structure import Slot, replace_tensors, tensors_in
+from undertow.ops.cleaning import remove_unused
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """An attribute that the forward pass assigns: `owner[name]` takes the skeleton, filled with outputs."""
+
+    owner: dict[str, Any]
+    name: str
+    skeleton: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A forward pass, the structure of what it returns, and the tensors it reached by itself.
+
+    The Program's outputs are the tensors of the result in order, then those of the assignments. A skeleton holds a
+    Slot, numbering the outputs, where the result holds a tensor.
+    """
+
+    program: Program
+    skeleton: Any
+    assignments: tuple[Assignment, ...]
+    constants: dict[Value, torch.Tensor]
+    arguments: dict[Value, int]  # which of the call's tensors an argument is, counted through args, then kwargs
+    outcomes: tuple[Any, ...]  # what the guards saw, in order
+
+
+def capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: Any = None) -> Captured:
+    """Record `function(*args, **kwargs)`; `module` is the module whose parameters and buffers are inputs."""
+    modules = dict(module.named_modules()) if module is not None else {}
+    _refuse_backward_hooks(modules)
+    randomness = PythonRandomness()
+    captured = _capture(function, args, kwargs, modules)
+    if randomness.was_drawn_from():
+        line = randomness.find_draw(lambda: _capture(function, args, kwargs, modules))
+        raise CaptureError(
+            f"{line} draws from Python's or NumPy's random generator: a recorded step would repeat the same number; "
+            f"draw it with torch (torch.rand(())), or pass it in as an argument"
+        )
+    return captured
+
+
+def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict[str, torch.nn.Module]) -> Captured:
+    recorder = CaptureRecorder({id(module): path for path, module in modules.items()})
+    with _traced_parameters(recorder, modules), _fresh_autocast_cache():
+        watch = AttributeWatch(modules, recorder.real_of)
+        arguments = _trace_arguments(recorder, function, args, kwargs)
+        traced_args, traced_kwargs = replace_tensors((args, kwargs), recorder.lift)
+        try:
+            with opaque_functions(recorder), recorder:
+                result = function(*traced_args, **traced_kwargs)
+        finally:
+            changes, refused = watch.undo()
+    if refused:
+        raise CaptureError(
+            f"the forward pass changes Python state that a recorded step would not change again: "
+            f"{', '.join(refused)}; move the change out of forward, or keep it in a buffer"
+        )
+    return _finish(recorder, result, changes, arguments)
+
+
+@contextmanager
+def _fresh_autocast_cache() -> Iterator[None]:
+    # Casts of real weights must not enter the Program, nor casts of traced ones the user's autocast region.
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def _traced_parameters(recorder: CaptureRecorder, modules: dict[str, torch.nn.Module]) -> Iterator[None]:
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for path, module in modules.items():
+            for kind, tensors in ((InputKind.PARAMETER, module._parameters), (InputKind.BUFFER, module._buffers)):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        replaced.append((tensors, name, tensor))
+                        tensors[name] = recorder.add_input(tensor, kind, f"{path}.{name}".lstrip("."))
+        yield
+    finally:
+        for tensors, name, tensor in replaced:
+            tensors[name] = tensor
+
+
+def _trace_arguments(recorder: CaptureRecorder, function: Any, args: Any, kwargs: Any) -> dict[Value, int]:
+    names = _positional_names(function, len(args))
+    places: dict[Value, int] = {}
+    items = [*zip(names, args, strict=True), *kwargs.items()]
+    for place, (path, tensor) in enumerate(found for name, item in items for found in tensors_in(item, name)):
+        places.setdefault(recorder.value_of(recorder.add_input(tensor, InputKind.ARGUMENT, path)), place)
+    return places
+
+
+def _positional_names(function: Any, count: int) -> list[str]:
+    parameters = list(inspect.signature(function).parameters.values())
+    names = [item.name for item in parameters if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]
+    return [names[index] if index < len(names) else f"args[{index}]" for index in range(count)]
+
+
+def _finish(
+    recorder: CaptureRecorder, result: Any, changes: list[tuple[dict[str, Any], str, Any]], arguments: dict[Value, int]
+) -> Captured:
+    outputs: list[Value] = []
+
+    def slot(tensor: torch.Tensor) -> Slot:
+        value = recorder.value_of(tensor)
+        if value not in outputs:
+            outputs.append(value)
+        return Slot(outputs.index(value))
+
+    skeleton = replace_tensors(result, slot)
+    assignments = tuple(Assignment(owner, name, replace_tensors(item, slot)) for owner, name, item in changes)
+    updates = []
+    for item in recorder.inputs:
+        storage = recorder.tensors[item.value].alias.storage if item.value in recorder.tensors else None
+        if storage is not None and storage.version > 0:
+            updates.append(Update(item.value, storage.value))
+    _refuse_shared_updates(recorder, updates)
+    inputs = tuple(recorder.inputs)
+    program = Program(
+        inputs=inputs,
+        nodes=tuple(recorder.nodes),
+        outputs=tuple(outputs),
+        updates=tuple(updates),
+        differentiable=recorder.differentiable_values([item.value for item in inputs]),
+        num_forward_nodes=len(recorder.nodes),
+    )
+    program = check_program(remove_unused(program))
+    constants = {
+        item.value: recorder.reals[item.value] for item in program.inputs if item.kind is InputKind.CONSTANT
+    }
+    return Captured(program, skeleton, assignments, constants, arguments, tuple(recorder.outcomes))
+
+
+def _refuse_shared_updates(recorder: CaptureRecorder, updates: list[Update]) -> None:
+    for update in updates:
+        memory = recorder.reals[update.input].untyped_storage().data_ptr()
+        for value, real in recorder.reals.items():
+            if value is not update.input and memory and real.untyped_storage().data_ptr() == memory:
+                raise CaptureError(f"{update.input} is written in place and shares memory with {value}; clone one of them")
+
+
+def _refuse_backward_hooks(modules: dict[str, torch.nn.Module]) -> None:
+    for path, module in modules.items():
+        if path and (module._backward_hooks or module._backward_pre_hooks):
+            raise CaptureError(
+                f"module {path} has a backward hook, which would not run in a planned step; "
+                f"hook a parameter instead, or remove it before planning"
+            )
+
+

@@ -1,0 +1,36 @@
+"""Where in the user's code an operation comes from: read off the Python stack."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType, FrameType
+
+import torch
+
+from undertow.ir import Origin
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_MODELS_FOLDER = os.path.join(_OWN_FOLDER, "models") + os.sep
+_MODULE_CALL: CodeType = torch.nn.Module._call_impl.__code__
+
+
+def current_origin(module_paths: dict[int, str]) -> Origin:
+    """The innermost line outside PyTorch and Undertow, and the path of the innermost module being called."""
+    frame: FrameType | None = sys._getframe(1)
+    file, line, path = "", 0, None
+    while frame is not None and (path is None or not file):
+        code = frame.f_code
+        if path is None and code is _MODULE_CALL:
+            path = module_paths.get(id(frame.f_locals["self"]))
+        if not file and _is_users(code.co_filename):
+            file, line = code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return Origin(path or "", file, line)
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith(_TORCH_FOLDER) or filename.startswith("<"):
+        return False
+    return not filename.startswith(_OWN_FOLDER) or filename.startswith(_MODELS_FOLDER)

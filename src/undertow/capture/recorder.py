@@ -1,0 +1,197 @@
+"""The recorder of a whole model or function: inputs as they are met, and numbers read from tensors as guards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from undertow.capture.origins import current_origin
+from undertow.errors import CaptureError
+from undertow.ir import Input, InputKind, Node, Origin, TensorType, Value
+from undertow.ops.interpret import generators_of, run_node
+from undertow.ops.own import GUARD_SCALAR, GUARD_SHAPE, is_random
+from undertow.ops.registry import bind_arguments
+from undertow.ops.schema import flatten_outputs
+from undertow.ops.tracing import Namer, Recorder, TracedTensor, _map_tensors
+
+aten = torch.ops.aten
+
+# Operations that read of their first argument only its shape, so that evaluating them needs nothing behind it.
+_SHAPE_ONLY = {
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty",
+    "new_zeros", "new_ones", "new_full", "new_empty_strided", "bernoulli.p", "uniform", "normal_functional", "random",
+    "exponential", "native_dropout", "fill.Scalar", "zero",
+}  # fmt: skip
+
+
+class CaptureRecorder(Recorder):
+    """Records user code. `kinds` tells, by id, what a real tensor is to the user."""
+
+    def __init__(self, module_paths: dict[int, str]) -> None:
+        super().__init__(FakeTensorMode(allow_non_fake_inputs=True), Namer())
+        self.module_paths = module_paths
+        self.inputs: list[Input] = []
+        self.reals: dict[Value, torch.Tensor] = {}
+        self.outcomes: list[Any] = []
+        self._twins: dict[int, TracedTensor] = {}
+
+    def origin(self) -> Origin:
+        return current_origin(self.module_paths)
+
+    def add_input(self, tensor: torch.Tensor, kind: InputKind, path: str) -> TracedTensor:
+        """The traced twin of an input; one tensor met twice (tied weights) has one twin."""
+        twin = self._twins.get(id(tensor))
+        if twin is not None:
+            return twin
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise CaptureError(f"{path} is a tensor of layout {tensor.layout}; only dense strided tensors can be recorded")
+        value = Value(path if kind is not InputKind.CONSTANT else self.names.unique("constant"), TensorType.of(tensor))
+        with _disable_current_modes():
+            twin = self.new_tensor(value)
+            twin.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter):
+            twin._is_param = True
+        self.inputs.append(Input(value, kind, path))
+        self.reals[value] = tensor
+        self._twins[id(tensor)] = twin
+        return twin
+
+    def lift(self, tensor: torch.Tensor) -> TracedTensor:
+        twin = self._twins.get(id(tensor))
+        return self.add_input(tensor, InputKind.CONSTANT, str(self.origin())) if twin is None else twin
+
+    def real_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The real tensor behind an input's twin; any other tensor itself."""
+        return self.reals.get(tensor.alias.value, tensor) if isinstance(tensor, TracedTensor) else tensor
+
+    def append_output(self, value: Value) -> None:
+        """Give the last node one more output."""
+        self.nodes[-1] = replace(self.nodes[-1], outputs=(*self.nodes[-1].outputs, value))
+
+    def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor with the type of a real one."""
+        with self.on_fakes():
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    def read_scalar(self, tensor: TracedTensor) -> Any:
+        value = self.value_of(tensor)
+        (real,) = self.evaluate((value,))
+        number = real.item()
+        if not self._is_constant(value):
+            self._guard(GUARD_SCALAR, value, number)
+        return number
+
+    def run_for_shape(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        real_args = self.evaluate_arguments((args, tuple(kwargs.values())))
+        with _disable_current_modes(), torch.no_grad():
+            result = func(*real_args[0], **dict(zip(kwargs, real_args[1], strict=True)))
+        if not isinstance(result, torch.Tensor | tuple | list):
+            # torch.equal and the like: the answer is a Python value, kept as a guard on the operation's own result.
+            return self._guard_python_result(func, args, kwargs, result)
+        return _map_tensors(result, self.fake_like)
+
+    def guard_shapes(self, outputs: Sequence[Value]) -> None:
+        """Every step checks that outputs whose shape depends on values have the shape that was seen."""
+        for value in outputs:
+            self._guard(GUARD_SHAPE, value, value.type.shape)
+
+    def _record(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
+        recorded = super()._record(func, args, kwargs, result)
+        if torch.Tag.dynamic_output_shape in func.tags or self._indexes_by_mask(func, args):
+            self.guard_shapes([self.value_of(tensor) for tensor in flatten_outputs(recorded) if tensor is not None])
+        return recorded
+
+    @staticmethod
+    def _indexes_by_mask(func: OpOverload, args: Any) -> bool:
+        if func is not aten.index.Tensor:
+            return False
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+    def _guard_python_result(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
+        fake = self.fake_like(torch.tensor(result))
+        bound = bind_arguments(func, args, kwargs)
+        target = _AsTensor(func)
+        (value,) = self.emit(target, tuple(self._values(item) for item in bound.values()), {}, [fake])
+        self._guard(GUARD_SCALAR, value, result)
+        return result
+
+    def _guard(self, target: Any, value: Value, outcome: Any) -> None:
+        self.emit(target, (value, outcome, len(self.outcomes)), {}, ())
+        self.outcomes.append(outcome)
+
+    def evaluate_arguments(self, arguments: Any) -> Any:
+        """`arguments` with every traced tensor replaced by its real value on the example inputs."""
+        values: list[Value] = []
+        _map_tensors(arguments, lambda tensor: values.append(self.value_of(tensor)))
+        reals = dict(zip(values, self.evaluate(values), strict=True))
+        return _map_tensors(arguments, lambda tensor: reals[self.value_of(tensor)])
+
+    def evaluate(self, values: Sequence[Value]) -> list[torch.Tensor]:
+        """The real values on the example inputs: runs what they depend on, and leaves the generators as they were."""
+        needed = set(values)
+        slice_nodes: list[Node] = []
+        # A random operation in between moves the generator even if its result is not needed.
+        is_any_random = any(is_random(node.target) for node in self._ancestors(values))
+        for node in reversed(self.nodes):
+            is_needed = any(value in needed for value in node.outputs)
+            if is_needed or (is_any_random and is_random(node.target)):
+                slice_nodes.append(node)
+                if node.name not in _SHAPE_ONLY:
+                    needed.update(node.inputs)
+        slice_nodes.reverse()
+        environment = _PlaceholderEnvironment(self.reals)
+        generators = generators_of(slice_nodes)
+        states = [generator.get_state() for generator in generators]
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                for node in slice_nodes:
+                    run_node(node, environment)
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+        return [environment[value] for value in values]
+
+    def _ancestors(self, values: Sequence[Value]) -> list[Node]:
+        needed, found = set(values), []
+        for node in reversed(self.nodes):
+            if any(value in needed for value in node.outputs):
+                found.append(node)
+                if node.name not in _SHAPE_ONLY:
+                    needed.update(node.inputs)
+        return found
+
+    def _is_constant(self, value: Value) -> bool:
+        nodes = self._ancestors((value,))
+        inputs = {item.value: item.kind for item in self.inputs}
+        sources = {read for node in nodes for read in node.inputs} | {value}
+        return not any(is_random(node.target) for node in nodes) and all(
+            inputs.get(source, InputKind.CONSTANT) is InputKind.CONSTANT for source in sources
+        )
+
+
+class _PlaceholderEnvironment(dict[Value, Any]):
+    """Values that nobody computed are read for their shape alone: they get memory without content."""
+
+    def __missing__(self, value: Value) -> torch.Tensor:
+        kind = value.type
+        return torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=kind.device)
+
+
+class _AsTensor:
+    """An operation with a Python result, as one with a tensor result."""
+
+    def __init__(self, target: OpOverload) -> None:
+        self.target = target
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        return torch.tensor(self.target(*args))
+
+    def __str__(self) -> str:
+        return str(self.target)

@@ -1,0 +1,131 @@
+"""What recorded code does besides returning a value: attributes it assigns, and random numbers of Python and NumPy.
+
+An attribute that was assigned tensors becomes an output of the Program and is assigned at every step. Any other change
+cannot be repeated by a Program and is refused, with its place.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from undertow.capture.origins import _is_users
+from undertow.ir.structure import ATOMS, tensors_in
+from undertow.ops.tracing import TracedTensor
+
+_INTERNAL = {"_parameters", "_buffers", "_modules"}
+
+
+class AttributeWatch:
+    """The attributes of every module as they were, to find what the recorded code assigned and to put it back."""
+
+    def __init__(self, modules: dict[str, torch.nn.Module], real_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._real_of = real_of
+        self._places: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[str, Any, Any]] = []
+        for path, module in modules.items():
+            plain = {name: item for name, item in module.__dict__.items() if name not in _INTERNAL}
+            self._places.append((path, module.__dict__, plain))
+            for dictionary in (module._parameters, module._buffers):
+                self._places.append((path, dictionary, dict(dictionary)))
+            for name, item in plain.items():
+                if type(item) in (list, dict) and not name.startswith("_") and len(item) < 1000:
+                    self._containers.append((f"{path}.{name}".lstrip("."), item, type(item)(item)))
+
+    def undo(self) -> tuple[list[tuple[dict[str, Any], str, Any]], list[str]]:
+        """Undo every assignment; return those that hold tensors, and the paths of the others."""
+        effects, refused = [], []
+        for path, dictionary, before in self._places:
+            for name in [name for name in dictionary if name not in _INTERNAL]:
+                item = dictionary[name]
+                if name in before and item is before[name]:
+                    continue
+                if name in before and self._is_same(item, before[name]):
+                    continue
+                if any(isinstance(tensor, TracedTensor) for _, tensor in tensors_in(item)):
+                    effects.append((dictionary, name, item))
+                else:
+                    refused.append(f"{path}.{name}".lstrip("."))
+            for name in [name for name in dictionary if name not in before and name not in _INTERNAL]:
+                del dictionary[name]
+            dictionary.update(before)
+        for path, container, before in self._containers:
+            if len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True)):
+                container.clear()
+                container.extend(before) if isinstance(container, list) else container.update(before)
+                refused.append(path)
+        return effects, refused
+
+    def _is_same(self, left: Any, right: Any) -> bool:
+        """Whether an assignment changed nothing: equal Python values, and the same tensors or their traced twins."""
+        if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+            return left is right or (
+                isinstance(left, torch.Tensor)
+                and isinstance(right, torch.Tensor)
+                and self._real_of(left) is self._real_of(right)
+            )
+        if type(left) is not type(right):
+            return False
+        if isinstance(left, tuple | list):
+            return len(left) == len(right) and all(map(self._is_same, left, right))
+        if isinstance(left, dict):
+            return left.keys() == right.keys() and all(self._is_same(left[name], right[name]) for name in left)
+        if isinstance(left, weakref.ref):
+            return self._is_same(left(), right())
+        return isinstance(left, ATOMS) and left == right
+
+
+class PythonRandomness:
+    """The states of Python's and NumPy's generators, to notice and name a draw from them."""
+
+    def __init__(self) -> None:
+        numpy_random = sys.modules.get("numpy.random")
+        self._types: tuple[type, ...] = (random.Random,)
+        self._readers: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [(random.getstate, random.setstate)]
+        if numpy_random is not None:
+            self._readers.append((numpy_random.get_state, numpy_random.set_state))
+            self._types += (numpy_random.Generator, numpy_random.RandomState)
+        for item in gc.get_objects():
+            if type(item) is random.Random:
+                self._readers.append((item.getstate, item.setstate))
+            elif numpy_random is not None and type(item) is numpy_random.Generator:
+                bits = item.bit_generator
+                self._readers.append((lambda bits=bits: bits.state, lambda state, bits=bits: setattr(bits, "state", state)))
+        self._before = [read() for read, _ in self._readers]
+
+    def was_drawn_from(self) -> bool:
+        """Whether any state moved; puts them all back."""
+        moved = False
+        for (read, write), before in zip(self._readers, self._before, strict=True):
+            if repr(read()) != repr(before):
+                moved = True
+                write(before)
+        return moved
+
+    def find_draw(self, run: Callable[[], Any]) -> str:
+        """Run the code once more under a profiler and return the line that draws."""
+        found: list[str] = []
+
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            if event != "c_call" or found:
+                return
+            owner = getattr(argument, "__self__", None)
+            if isinstance(owner, self._types) or getattr(owner, "__module__", "") == "numpy.random.mtrand":
+                while frame is not None and (not _is_users(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "random"):
+                    frame = frame.f_back
+                found.append(f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}" if frame else "")
+
+        previous = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            run()
+        finally:
+            sys.setprofile(previous)
+            self.was_drawn_from()
+        return found[0] if found else "an unknown line"

@@ -1,0 +1,18 @@
+"""The data that stages exchange: types, values, Programs, their checker and printer."""
+
+from undertow.ir.check import check_program as check_program
+from undertow.ir.printer import format_bytes as format_bytes
+from undertow.ir.printer import print_program as print_program
+from undertow.ir.program import Gradient as Gradient
+from undertow.ir.program import Input as Input
+from undertow.ir.program import InputKind as InputKind
+from undertow.ir.program import Node as Node
+from undertow.ir.program import Origin as Origin
+from undertow.ir.program import Program as Program
+from undertow.ir.program import Update as Update
+from undertow.ir.program import Value as Value
+from undertow.ir.program import map_values as map_values
+from undertow.ir.program import operation_name as operation_name
+from undertow.ir.program import values_in as values_in
+from undertow.ir.types import OpaqueType as OpaqueType
+from undertow.ir.types import TensorType as TensorType

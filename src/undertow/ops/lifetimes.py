@@ -1,0 +1,89 @@
+"""Who shares memory with whom, when each storage is last read, and how many bytes are alive at each node.
+
+Views are folded into the storage they lie in. Bytes are those of outputs; workspace inside kernels is not counted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch._ops import OpOverload
+
+from undertow.ir import Program, TensorType, Value
+from undertow.ops.own import Mutating, is_view
+from undertow.ops.schema import schema_of
+
+FOREVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """`root` maps a value to the value whose memory it lies in; `last_use` gives the last reading node of a root."""
+
+    root: dict[Value, Value]
+    born: dict[Value, int]  # node index of a root; -1 for inputs
+    last_use: dict[Value, int]
+    owned: frozenset[Value]  # roots made by an operation that surely returns fresh memory
+
+    def is_dead_after(self, value: Value, index: int) -> bool:
+        """Whether nothing reads the memory of `value` after node `index`."""
+        return self.last_use[self.root[value]] <= index
+
+
+def find_lifetimes(program: Program) -> Lifetimes:
+    """The storage classes of a Program and when they die. Outputs, updates and gradients live to the end."""
+    root: dict[Value, Value] = {}
+    born: dict[Value, int] = {}
+    last_use: dict[Value, int] = {}
+    owned: set[Value] = set()
+    for item in (*program.inputs, *program.cotangents):
+        root[item.value], born[item.value], last_use[item.value] = item.value, -1, FOREVER
+    for index, node in enumerate(program.nodes):
+        for value in node.inputs:
+            last_use[root[value]] = max(last_use[root[value]], index)
+        for value in node.outputs:
+            if value is None:
+                continue
+            source = shared_argument(node.target, node.inputs)
+            if source is not None:
+                root[value] = root[source]
+            else:
+                root[value], born[value], last_use[value] = value, index, index
+                if isinstance(node.target, OpOverload | Mutating):
+                    owned.add(value)
+    ends = [*program.outputs, *(update.value for update in program.updates)]
+    ends += [gradient.value for gradient in program.gradients if gradient.value is not None]
+    for value in ends:
+        last_use[root[value]] = FOREVER
+    return Lifetimes(root, born, last_use, frozenset(owned))
+
+
+def shared_argument(target: object, inputs: tuple[Value, ...]) -> Value | None:
+    """The argument in whose memory the outputs lie: of a view, and of an operation that writes in place."""
+    if not inputs:
+        return None
+    if is_view(target):
+        return inputs[-1] if str(target) == "replace_value" else inputs[0]
+    if isinstance(target, OpOverload) and schema_of(target).is_inplace:
+        return inputs[0]
+    return None
+
+
+def live_bytes(program: Program, lifetimes: Lifetimes) -> list[int]:
+    """Bytes of values alive while each node runs, inputs and finished gradients included."""
+    change = [0] * (len(program.nodes) + 1)
+    for value, index in lifetimes.born.items():
+        change[max(index, 0)] += value.type.num_bytes
+        if lifetimes.last_use[value] < len(program.nodes):
+            change[lifetimes.last_use[value] + 1] -= value.type.num_bytes
+    totals, alive = [], 0
+    for delta in change[:-1]:
+        alive += delta
+        totals.append(alive)
+    return totals
+
+
+def is_dense(value: Value) -> bool:
+    """Whether each element of the value has memory of its own and no gaps lie between."""
+    kind = value.type
+    return isinstance(kind, TensorType) and kind.num_bytes == kind.num_elements * kind.dtype.itemsize

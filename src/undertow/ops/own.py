@@ -1,0 +1,148 @@
+"""Undertow's own operations: what a Program needs and ATen does not have.
+
+Each behaves like an ATen operation: called with tensors, it returns tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from undertow.ir import operation_name
+from undertow.ops.registry import bind_arguments
+from undertow.ops.schema import flatten_outputs, schema_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class OwnOperation:
+    """An operation run by a Python function. `gradient(args, *cts)` gives a cotangent per argument."""
+
+    name: str
+    run: Callable[..., Any] = field(repr=False)
+    gradient: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
+    has_effect: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return aten.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+# Kernels choose vectorised or scalar code by strides, and the two differ in the last bit for exp, tanh and the like.
+# What eager computes in place in a strided view must therefore lie in the same strides here.
+RESTRIDE = OwnOperation("restride", _restride, gradient=lambda args, ct: (ct, None))
+
+# Writing into a tensor under no_grad changes its value and leaves its history: the gradient passes to what stood there.
+REPLACE_VALUE = OwnOperation("replace_value", lambda old, new: new, gradient=lambda args, ct: (ct, None))
+
+
+class GuardMiss(Exception):
+    """A branch on a tensor's value took another way than the one captured; `index` counts the Program's guards."""
+
+    def __init__(self, index: int, found: Any) -> None:
+        super().__init__(f"guard {index} found {found!r}")
+        self.index = index
+        self.found = found
+
+
+def _guard_scalar(tensor: torch.Tensor, expected: Any, index: int) -> None:
+    found = tensor.item()
+    if found != expected and not (found != found and expected != expected):
+        raise GuardMiss(index, found)
+
+
+def _guard_shape(tensor: torch.Tensor, expected: tuple[int, ...], index: int) -> None:
+    if tuple(tensor.shape) != expected:
+        raise GuardMiss(index, tuple(tensor.shape))
+
+
+GUARD_SCALAR = OwnOperation("guard", _guard_scalar, has_effect=True)
+GUARD_SHAPE = OwnOperation("guard_shape", _guard_shape, has_effect=True)
+GUARDS = (GUARD_SCALAR, GUARD_SHAPE)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that a random operation on `device` draws from when it is given none."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def _generator_state(generator: torch.Generator) -> torch.Tensor:
+    return generator.get_state()
+
+
+# Before a random operation whose derivative PyTorch takes by running it again.
+GENERATOR_STATE = OwnOperation("generator_state", _generator_state)
+
+
+@dataclass(frozen=True)
+class Mutating:
+    """A mutating operation made functional: the mutated arguments are copied first and returned behind the outputs."""
+
+    target: OpOverload
+    returns_tuple = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        bound = bind_arguments(self.target, args, kwargs)
+        copies = []
+        for name in schema_of(self.target).mutated:
+            if isinstance(bound[name], torch.Tensor):
+                bound[name] = _restride(bound[name], bound[name].stride())
+                copies.append(bound[name])
+        outputs = flatten_outputs(call_bound(self.target, bound))
+        fresh = [output for output in outputs if not any(output is copy for copy in copies)]
+        return (*fresh, *copies)
+
+    def __str__(self) -> str:
+        return f"{operation_name(self.target)}.functional"
+
+
+def call_bound(target: OpOverload, bound: dict[str, Any]) -> Any:
+    """Call `target` with arguments by schema name."""
+    arguments = target._schema.arguments
+    args = [bound[argument.name] for argument in arguments if not argument.kwarg_only]
+    kwargs = {argument.name: bound[argument.name] for argument in arguments if argument.kwarg_only}
+    return target(*args, **kwargs)
+
+
+def has_effect(target: Any) -> bool:
+    """Whether a node must run even if nobody reads its outputs: random draws, guards, assertions."""
+    if isinstance(target, OpOverload):
+        return schema_of(target).has_effect
+    return is_random(target) or getattr(target, "has_effect", False)
+
+
+def is_random(target: Any) -> bool:
+    """Whether the operation draws from a generator."""
+    if isinstance(target, Mutating):
+        target = target.target
+    return isinstance(target, OpOverload) and schema_of(target).is_random
+
+
+def is_view(target: Any) -> bool:
+    """Whether the outputs share the memory of the first argument."""
+    if isinstance(target, OpOverload):
+        return schema_of(target).is_view or target in _UNDECLARED_VIEWS
+    return target is REPLACE_VALUE
+
+
+# Autograd treats these as fresh tensors, but their outputs lie in their input's memory.
+_UNDECLARED_VIEWS = {
+    aten._unsafe_view.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.lift_fresh.default,
+    aten._reshape_alias.default,
+}

@@ -1,0 +1,43 @@
+"""`reuse_dead_inputs`: an elementwise operation writes over its first argument where nothing reads that again.
+
+EXACT: the same kernel computes the same elements. It restores the in-place operations that capture made functional,
+and finds more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch._ops import OpOverload
+
+from undertow.ir import Node, Program, Value
+from undertow.ops.lifetimes import Lifetimes, find_lifetimes, is_dense
+from undertow.ops.schema import inplace_of, schema_of
+
+
+def reuse_dead_inputs(program: Program) -> Program:
+    """The Program with in-place operations wherever their argument's memory is free to take the result."""
+    nodes = list(program.nodes)
+    lifetimes = find_lifetimes(program)
+    for index, node in enumerate(nodes):
+        target = _inplace_target(node, index, lifetimes)
+        if target is not None:
+            nodes[index] = replace(node, target=target)
+    return replace(program, nodes=tuple(nodes))
+
+
+def _inplace_target(node: Node, index: int, lifetimes: Lifetimes) -> OpOverload | None:
+    if not isinstance(node.target, OpOverload) or len(node.outputs) != 1 or not node.args:
+        return None
+    argument, result = node.args[0], node.outputs[0]
+    if not isinstance(argument, Value) or result is None or argument.type != result.type or not is_dense(argument):
+        return None
+    if torch.Tag.pointwise not in node.target.tags and not schema_of(node.target).is_random:
+        return None
+    root = lifetimes.root[argument]
+    if root not in lifetimes.owned or not lifetimes.is_dead_after(argument, index):
+        return None
+    if sum(lifetimes.root[value] is root for value in node.inputs) > 1:
+        return None
+    return inplace_of(node.target)

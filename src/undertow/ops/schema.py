@@ -1,0 +1,103 @@
+"""What PyTorch itself says of an operation: what it mutates, aliases, draws, and returns.
+
+Everything is read from the schema and the tags, except `_UNDECLARED_MUTATIONS`, where the schema is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+# Batch normalisation in training mode updates its running statistics, which these schemas do not declare
+# (read off the kernels' behaviour on torch 2.11 and 2.13).
+_UNDECLARED_MUTATIONS = {
+    aten.native_batch_norm.default: ("running_mean", "running_var"),
+    aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
+    aten.miopen_batch_norm.default: ("running_mean", "running_var"),
+}
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The facts about one operation that recording and running it depend on."""
+
+    mutated: tuple[str, ...]
+    is_inplace: bool  # mutates its first argument and returns it
+    is_view: bool
+    is_random: bool
+    returns_single: bool  # one tensor, neither a tuple nor a list
+    has_effect: bool  # must run even if nobody reads its outputs
+
+
+@cache
+def schema_of(target: OpOverload) -> Schema:
+    """The facts about `target`."""
+    arguments = target._schema.arguments
+    returns = target._schema.returns
+    mutated = tuple(argument.name for argument in arguments if argument.is_write)
+    mutated += _UNDECLARED_MUTATIONS.get(target, ())
+    is_random = torch.Tag.nondeterministic_seeded in target.tags
+    return Schema(
+        mutated=mutated,
+        is_inplace=len(mutated) == 1
+        and mutated[0] == arguments[0].name
+        and len(returns) == 1
+        and returns[0].alias_info is not None,
+        is_view=not mutated and any(item.alias_info is not None for item in returns),
+        is_random=is_random,
+        returns_single=len(returns) == 1 and isinstance(returns[0].type, torch._C.TensorType),
+        has_effect=is_random or not returns,
+    )
+
+
+@cache
+def functional_of(target: OpOverload) -> OpOverload | None:
+    """The operation that computes what the in-place `target` writes, with the same arguments; None if there is none."""
+    name = target._schema.name.removeprefix("aten::").removesuffix("_")
+    packet = getattr(aten, name, None)
+    if packet is None or target.namespace != "aten":
+        return None
+    wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        if [(argument.name, str(argument.type)) for argument in candidate._schema.arguments] == wanted:
+            return candidate
+    return None
+
+
+@cache
+def inplace_of(target: OpOverload) -> OpOverload | None:
+    """The operation that writes the result of `target` over its first argument; None if there is none."""
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return None
+    packet = getattr(aten, target._schema.name.removeprefix("aten::") + "_", None)
+    if packet is None:
+        return None
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        if schema_of(candidate).is_inplace and functional_of(candidate) is target:
+            return candidate
+    return None
+
+
+def is_mutated(target: OpOverload, bound: dict[str, Any]) -> bool:
+    """Whether this call mutates an argument: batch normalisation does so in training mode only."""
+    if target in _UNDECLARED_MUTATIONS:
+        return bound["training"] and any(bound[name] is not None for name in _UNDECLARED_MUTATIONS[target])
+    return bool(schema_of(target).mutated)
+
+
+def flatten_outputs(result: Any) -> list[torch.Tensor | None]:
+    """The tensors an operation returned, in order; a result of other Python types counts as none."""
+    if isinstance(result, torch.Tensor) or result is None:
+        return [result]
+    if isinstance(result, Sequence):
+        return [item for part in result for item in flatten_outputs(part)]
+    return []

@@ -1,0 +1,387 @@
+"""Recording tensor code as nodes.
+
+In: ordinary tensor code, run under a `Recorder`. Out: the nodes it consists of, functional and single-assignment.
+
+The code runs on `TracedTensor`s: they have shape, strides, dtype, device and autograd history, and no data. Behind
+each stands a FakeTensor, through which PyTorch works out shapes. Users never see the FakeTensor itself: libraries test
+for it and then take another path than the one eager takes. Recording happens below autograd, so a Program holds
+exactly the operations at which eager PyTorch makes a node of its own graph, autocast's casts included.
+
+In-place operations become functional ones: a storage has a current value, a view is a chain of view operations from
+it, a write computes a new value of the storage, and the other views are read again from that when they are next used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from undertow.errors import CaptureError
+from undertow.ir import Node, Origin, TensorType, Value, operation_name
+from undertow.ops.own import REPLACE_VALUE, RESTRIDE, Mutating
+from undertow.ops.registry import bind_arguments
+from undertow.ops.schema import flatten_outputs, functional_of, is_mutated, schema_of
+from undertow.ops.views import ViewStep, write_through
+
+aten = torch.ops.aten
+
+_QUERIES = {aten.is_pinned.default, aten.sym_size.default, aten.sym_stride.default, aten.sym_numel.default}
+
+
+class TracedTensor(torch.Tensor):
+    """A tensor without data, as the user's code sees it while it is recorded."""
+
+    fake: torch.Tensor
+    alias: Alias
+    recorder: Recorder
+
+    @staticmethod
+    def __new__(cls, fake: torch.Tensor, recorder: Recorder) -> TracedTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            fake.shape,
+            strides=fake.stride(),
+            storage_offset=fake.storage_offset(),
+            dtype=fake.dtype,
+            device=fake.device,
+        )
+        tensor.fake = fake
+        tensor.recorder = recorder
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise CaptureError(f"{func} was called on a tensor that belongs to a finished capture")
+
+    def tolist(self) -> Any:
+        """Read element by element, so that every number becomes a guard."""
+        return self.item() if self.dim() == 0 else [element.tolist() for element in self]
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refused: the hook would run on a tensor that a planned step never makes."""
+        self.recorder.refuse("a tensor hook (register_hook)", "move the hook to a parameter, or into an autograd.Function")
+
+    def retain_grad(self) -> None:
+        """Refused, like a hook."""
+        self.recorder.refuse("retain_grad() on an intermediate tensor", "return the tensor, or use ut.trace")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused: a recorded tensor has no data."""
+        self.recorder.refuse("a conversion to NumPy", "keep the computation in torch")
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: it would write gradients in the middle of a forward pass."""
+        self.recorder.refuse(".backward() inside the recorded code", "use torch.autograd.grad, which is recorded")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        self.numpy()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"TracedTensor({TensorType.of(self.fake)})"
+
+
+@dataclass(eq=False)
+class Storage:
+    """Memory that tensors share: its current value as a whole, and how often it was written."""
+
+    value: Value
+    fake: torch.Tensor
+    version: int = 0
+
+
+@dataclass(eq=False)
+class Alias:
+    """How a tensor lies in its storage, and the value it had when it was last read."""
+
+    storage: Storage
+    steps: tuple[ViewStep, ...]
+    value: Value
+    version: int
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operation run under it. Subclasses say where operations come from and what may be read."""
+
+    def __init__(self, fake_mode: FakeTensorMode, names: Namer) -> None:
+        super().__init__()
+        self.fake_mode = fake_mode
+        self.names = names
+        self.nodes: list[Node] = []
+        self.tensors: dict[Value, TracedTensor] = {}
+        self.settled_requires_grad: dict[Value, bool] = {}
+
+    def origin(self) -> Origin:
+        """Where the operation being recorded comes from."""
+        raise NotImplementedError
+
+    def lift(self, tensor: torch.Tensor) -> TracedTensor:
+        """The traced twin of a real tensor that the code reaches by itself."""
+        raise NotImplementedError
+
+    def read_scalar(self, tensor: TracedTensor) -> Any:
+        """The number in a tensor that the code branches on."""
+        raise NotImplementedError
+
+    def run_for_shape(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """The fake result of an operation whose output shape depends on values."""
+        raise NotImplementedError
+
+    def refuse(self, what: str, way_out: str) -> Any:
+        """Raise a CaptureError that names the line."""
+        raise CaptureError(f"{what} cannot be recorded: {self.origin()}; {way_out}")
+
+    @contextmanager
+    def on_fakes(self) -> Iterator[None]:
+        """Run what is inside on fake tensors, unrecorded."""
+        with _disable_current_modes(), self.fake_mode:
+            yield
+
+    def new_tensor(self, value: Value) -> TracedTensor:
+        """A traced tensor for a value that exists already."""
+        value_type = value.type
+        with self.on_fakes():
+            fake = torch.empty_strided(
+                value_type.shape, value_type.strides, dtype=value_type.dtype, device=value_type.device
+            )
+        return self.adopt(fake, value)
+
+    def adopt(self, fake: torch.Tensor, value: Value, alias: Alias | None = None) -> TracedTensor:
+        """A traced tensor over `fake`, holding `value`."""
+        tensor = TracedTensor(fake, self)
+        tensor.alias = alias or Alias(Storage(value, fake), (), value, 0)
+        self.tensors[value] = tensor
+        return tensor
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        """The current value of a tensor, reading it again from its storage if that was written since."""
+        tensor = self.traced(tensor)
+        alias = tensor.alias
+        if alias.version != alias.storage.version:
+            value, fake = alias.storage.value, alias.storage.fake
+            for step in alias.steps:
+                value, fake = self.emit_view(step, value, fake)
+            alias.value, alias.version = value, alias.storage.version
+            self.tensors[value] = tensor
+        return alias.value
+
+    def traced(self, tensor: torch.Tensor) -> TracedTensor:
+        """`tensor` itself if it is traced, else its lifted twin."""
+        if isinstance(tensor, TracedTensor):
+            if tensor.recorder is not self:
+                raise CaptureError(f"{self.origin()}: a tensor of another capture is used here")
+            return tensor
+        return self.lift(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or func in _QUERIES:
+            fake_args, fake_kwargs = self._fakes((args, kwargs))
+            return func(*fake_args, **fake_kwargs)
+        if func is aten._local_scalar_dense.default:
+            return self.read_scalar(self.traced(args[0]))
+        if is_mutated(func, bind_arguments(func, args, kwargs)):
+            return self._record_mutation(func, args, kwargs)
+        fake_args, fake_kwargs = self._fakes((args, kwargs))
+        try:
+            with self.fake_mode:
+                result = func(*fake_args, **fake_kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            result = self.run_for_shape(func, args, kwargs)
+            if not isinstance(result, torch.Tensor | tuple | list):
+                return result
+        return self._record(func, args, kwargs, result)
+
+    def emit(self, target: Any, args: Any, kwargs: dict[str, Any], fakes: Sequence[torch.Tensor | None]) -> list[Any]:
+        """Append a node whose outputs have the types of `fakes`; returns its output Values."""
+        outputs = tuple(None if fake is None else self.names.value(target, TensorType.of(fake)) for fake in fakes)
+        self.nodes.append(Node(target, args, kwargs, outputs, self.origin()))
+        return list(outputs)
+
+    def emit_view(self, step: ViewStep, value: Value, fake: torch.Tensor) -> tuple[Value, torch.Tensor]:
+        """Append the view `step` of `value`."""
+        with self.on_fakes():
+            outputs = flatten_outputs(step.target(fake, *step.args, **step.kwargs))
+        values = self.emit(step.target, (value, *step.args), dict(step.kwargs), outputs)
+        return values[step.output_index], outputs[step.output_index]
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> tuple[Value, torch.Tensor]:
+        """Append `target(*args)` where tensor arguments are (value, fake) pairs; for the recorder's own insertions."""
+        with self.on_fakes():
+            fake = target(*(arg[1] if _is_pair(arg) else arg for arg in args), **kwargs)
+        (value,) = self.emit(target, tuple(arg[0] if _is_pair(arg) else arg for arg in args), kwargs, [fake])
+        return value, fake
+
+    def _record(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
+        schema = schema_of(func)
+        fakes = flatten_outputs(result)
+        value_args, value_kwargs = self._values(args), {name: self._values(item) for name, item in kwargs.items()}
+        value_kwargs = _explicit_factory_options(func, value_args, value_kwargs, fakes)
+        values = self.emit(func, value_args, value_kwargs, fakes)
+        source = self.traced(args[0]).alias if schema.is_view and isinstance(args[0], torch.Tensor) else None
+        tensors: list[TracedTensor | None] = []
+        for index, (value, fake) in enumerate(zip(values, fakes, strict=True)):
+            if value is None or fake is None:
+                tensors.append(None)
+                continue
+            alias = None
+            if source is not None:
+                step = ViewStep(func, tuple(value_args[1:]), value_kwargs, index)
+                alias = Alias(source.storage, (*source.steps, step), value, source.storage.version)
+            tensors.append(self.adopt(fake, value, alias))
+        if schema.returns_single:
+            return tensors[0]
+        return tensors if isinstance(result, list) else tuple(tensors)
+
+    def _record_mutation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        functional = functional_of(func) if schema_of(func).is_inplace else None
+        if functional is None:
+            return self._record_generic_mutation(func, args, kwargs)
+        target = self.traced(args[0])
+        value_args, value_kwargs = self._values(args), {name: self._values(item) for name, item in kwargs.items()}
+        fake_args, fake_kwargs = self._fakes((args, kwargs))
+        with self.on_fakes():
+            fake = functional(*fake_args, **fake_kwargs)
+            func(*fake_args, **fake_kwargs)
+        (value,) = self.emit(functional, value_args, value_kwargs, [fake])
+        if fake.dtype != target.fake.dtype:
+            value, fake = self._cast(value, fake, target.fake.dtype)
+        self.write(target, value, fake)
+        return args[0]
+
+    def _record_generic_mutation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        bound = bind_arguments(func, args, kwargs)
+        mutated = [bound[name] for name in schema_of(func).mutated]
+        if not all(isinstance(item, torch.Tensor | None) for item in mutated):
+            self.refuse(f"the in-place operation {operation_name(func)} on a list of tensors", "write it per tensor")
+        targets = [self.traced(item) for item in mutated if item is not None]
+        value_args, value_kwargs = self._values(args), {name: self._values(item) for name, item in kwargs.items()}
+        fake_args, fake_kwargs = self._fakes((args, kwargs))
+        shapes = [target.fake.shape for target in targets]
+        with self.on_fakes():
+            result = func(*fake_args, **fake_kwargs)
+        if any(target.fake.shape != shape for target, shape in zip(targets, shapes, strict=True)):
+            self.refuse(f"{operation_name(func)}, which changes a tensor's size in place", "make a new tensor instead")
+        fakes = flatten_outputs(result)
+        fresh = [fake for fake in fakes if not any(fake is target.fake for target in targets)]
+        values = self.emit(Mutating(func), value_args, value_kwargs, [*fresh, *(target.fake for target in targets)])
+        for target, value in zip(targets, values[len(fresh) :], strict=True):
+            self.write(target, value, target.fake)
+        tensors = [self.adopt(fake, value) for fake, value in zip(fresh, values, strict=False)]
+        if not fresh:
+            return mutated[0]
+        return tensors[0] if schema_of(func).returns_single else tuple(tensors)
+
+    def write(self, target: TracedTensor, value: Value, fake: torch.Tensor) -> None:
+        """Let `target` hold `value` from now on, and with it everything that shares its storage."""
+        old_value, alias = self.value_of(target), target.alias
+        self._settle(target)
+        if fake.stride() != target.fake.stride() and fake.numel() > 1:
+            value, fake = self.call(RESTRIDE, (value, fake), tuple(target.fake.stride()))
+        if target.requires_grad and not torch.is_grad_enabled():
+            value, fake = self.call(REPLACE_VALUE, (old_value, target.fake), (value, fake))
+        storage = alias.storage
+        new_value, new_fake = write_through(self, storage.value, storage.fake, alias.steps, value, fake)
+        if alias.steps and new_fake.stride() != storage.fake.stride():
+            new_value, new_fake = self.call(RESTRIDE, (new_value, new_fake), tuple(storage.fake.stride()))
+        storage.value, storage.version = new_value, storage.version + 1
+        alias.value, alias.version = value, storage.version
+        self.tensors[value] = target
+
+    def differentiable_values(self, inputs: Sequence[Value]) -> frozenset[Value]:
+        """The values through which eager would carry a gradient, from the tensors' own `requires_grad`."""
+        differentiable = {value for value in inputs if self._requires_grad(value)}
+        for node in self.nodes:
+            depends = any(value in differentiable for value in node.inputs)
+            for value in node.outputs:
+                if value is None or not value.type.is_differentiable:
+                    continue
+                known = self._requires_grad(value)
+                if known or (known is None and depends):
+                    differentiable.add(value)
+        return frozenset(differentiable)
+
+    def _requires_grad(self, value: Value) -> bool | None:
+        if value in self.settled_requires_grad:
+            return self.settled_requires_grad[value]
+        tensor = self.tensors.get(value)
+        return None if tensor is None else tensor.requires_grad
+
+    def _settle(self, tensor: TracedTensor) -> None:
+        # A write may give the tensor a history; whether its value until now had one is known only before.
+        self.settled_requires_grad.setdefault(tensor.alias.value, tensor.requires_grad)
+
+    def _cast(self, value: Value, fake: torch.Tensor, dtype: torch.dtype) -> tuple[Value, torch.Tensor]:
+        with self.on_fakes():
+            cast = aten._to_copy.default(fake, dtype=dtype)
+        (value,) = self.emit(aten._to_copy.default, (value,), {"dtype": dtype}, [cast])
+        return value, cast
+
+    def _values(self, arguments: Any) -> Any:
+        return _map_tensors(arguments, self.value_of)
+
+    def _fakes(self, arguments: Any) -> Any:
+        return _map_tensors(arguments, lambda tensor: self.traced(tensor).fake)
+
+
+class Namer:
+    """Gives values unique, readable names: the operation's, with a count."""
+
+    def __init__(self, taken: Sequence[str] = ()) -> None:
+        self._counts: dict[str, int] = {}
+        self._taken = set(taken)
+
+    def value(self, target: Any, value_type: Any) -> Value:
+        """A new Value for an output of `target`."""
+        return Value(self.unique(operation_name(target).partition(".")[0].strip("_")), value_type)
+
+    def unique(self, stem: str) -> str:
+        """`stem_1`, `stem_2`, ..."""
+        while True:
+            self._counts[stem] = self._counts.get(stem, 0) + 1
+            name = f"{stem}_{self._counts[stem]}"
+            if name not in self._taken:
+                return name
+
+
+def _map_tensors(arguments: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(arguments, torch.Tensor):
+        return replace(arguments)
+    if isinstance(arguments, dict):
+        return {name: _map_tensors(item, replace) for name, item in arguments.items()}
+    if isinstance(arguments, tuple | list) and not isinstance(arguments, torch.Size):
+        return tuple(_map_tensors(item, replace) for item in arguments)
+    return arguments
+
+
+def _is_pair(argument: Any) -> bool:
+    return isinstance(argument, tuple) and len(argument) == 2 and isinstance(argument[0], Value)
+
+
+def _explicit_factory_options(func: OpOverload, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> dict[str, Any]:
+    """The options a factory took from global settings (default dtype and device), written out."""
+    kwargs = {
+        name: item
+        for name, item in kwargs.items()
+        if item is not None and not (name == "pin_memory" and not item) and item is not torch.strided
+    }
+    takes_tensor = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
+    if takes_tensor or not fakes or fakes[0] is None:
+        return kwargs
+    names = {argument.name for argument in func._schema.arguments}
+    for name in ("dtype", "device"):
+        if name in names:
+            kwargs[name] = getattr(fakes[0], name)
+    return kwargs

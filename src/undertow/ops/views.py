@@ -1,0 +1,87 @@
+"""Writing through a view: what becomes of the whole storage when a part of it is assigned.
+
+In: the storage's value, the chain of view operations that leads to the part, the part's new value. Out: the storage's
+new value. Each view has an inverse: a scatter for a part, the opposite movement for a mere change of shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import OpOverload
+
+from undertow.ir import Value, operation_name
+from undertow.ops.own import REPLACE_VALUE
+
+if TYPE_CHECKING:
+    from undertow.ops.tracing import Recorder
+
+aten = torch.ops.aten
+Pair = tuple[Value, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ViewStep:
+    """One view operation: its target, the arguments behind the tensor, and which of its outputs is meant."""
+
+    target: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output_index: int
+
+
+def write_through(
+    recorder: Recorder,
+    value: Value,
+    fake: torch.Tensor,
+    steps: tuple[ViewStep, ...],
+    new_value: Value,
+    new_fake: torch.Tensor,
+) -> Pair:
+    """The storage's value after the part reached by `steps` took `new_value`."""
+    if not steps:
+        return new_value, new_fake
+    step, rest = steps[0], steps[1:]
+    part = recorder.emit_view(step, value, fake) if rest else (value, fake)
+    new_part = write_through(recorder, *part, rest, new_value, new_fake)
+    return _invert(recorder, step, (value, fake), new_part)
+
+
+def _invert(recorder: Recorder, step: ViewStep, whole: Pair, part: Pair) -> Pair:
+    target, args = step.target, step.args
+    if target in _SCATTERS:
+        return recorder.call(_SCATTERS[target], whole, part, *args, *step.kwargs.values())
+    if target in (aten.split.Tensor, aten.split_with_sizes.default):
+        dim = args[1] if len(args) > 1 else 0
+        sizes = [args[0]] * (step.output_index + 1) if isinstance(args[0], int) else args[0]
+        start = sum(sizes[: step.output_index])
+        return recorder.call(aten.slice_scatter.default, whole, part, dim, start, start + part[1].shape[dim])
+    if target is aten.unbind.int:
+        return recorder.call(aten.select_scatter.default, whole, part, args[0] if args else 0, step.output_index)
+    if target is aten.detach.default:
+        # What is written through a detached tensor is invisible to autograd.
+        return recorder.call(REPLACE_VALUE, whole, part)
+    if target in (aten.transpose.int, aten.t.default, aten.alias.default, aten.lift_fresh.default):
+        return recorder.call(target, part, *args)
+    if target is aten.permute.default:
+        order = [dim % whole[1].dim() for dim in args[0]]
+        return recorder.call(target, part, tuple(order.index(dim) for dim in range(len(order))))
+    if whole[1].numel() == part[1].numel() and whole[1].dtype == part[1].dtype:
+        return _reshape(recorder, part, tuple(whole[1].shape))
+    return recorder.refuse(f"writing through the view {operation_name(target)}", "write to a tensor of its own")
+
+
+def _reshape(recorder: Recorder, part: Pair, shape: tuple[int, ...]) -> Pair:
+    if not part[1].is_contiguous():
+        part = recorder.call(aten.clone.default, part, memory_format=torch.contiguous_format)
+    return recorder.call(aten._unsafe_view.default, part, shape)
+
+
+_SCATTERS = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+    aten.as_strided.default: aten.as_strided_scatter.default,
+}

@@ -1,0 +1,196 @@
+"""Programs as Python functions: straight-line code, one line per node, each value deleted after its last use.
+
+The forward pass is one function. The backward pass is cut into segments: each ends where gradients are complete, so
+that they can be handed to autograd at once. Values that cross from one function to another travel in `slots`, a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from undertow.ir import Gradient, Node, Program, Value
+from undertow.ops.schema import schema_of
+
+aten = torch.ops.aten
+
+# Gradients smaller than this in sum are handed over together: an autograd node costs about 20 microseconds.
+SEGMENT_BYTES = 1 << 20
+
+# What the rules record as a view of a cotangent is a copy where the user's own cotangent has other strides.
+_BACKWARD_TARGETS = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A stretch of the backward pass: `run(inputs, slots)` returns the gradients of `gradients`, in order."""
+
+    run: Callable[[Sequence[Any], list[Any]], tuple[Any, ...]]
+    gradients: tuple[Gradient, ...]
+    read_inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StepCode:
+    """A compiled Program. `forward(inputs, slots)` returns the outputs, then the values of the updates."""
+
+    forward: Callable[[Sequence[Any], list[Any]], tuple[Any, ...]]
+    segments: tuple[Segment, ...]
+    slots: dict[Value, int]
+    num_cotangents: int
+    source: str
+
+
+def compile_program(program: Program) -> StepCode:
+    """Python functions for the passes of a Program. Cotangents are expected in the first slots."""
+    return _Writer(program).compile()
+
+
+class _Writer:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.input_index = {item.value: index for index, item in enumerate(program.inputs)}
+        self.constants: dict[str, Any] = {}
+        self.constant_names: dict[int, str] = {}
+        self.names: dict[Value, str] = {}
+        self.stretches = self._cut()
+        self.last_stretch = self._find_last_stretch()
+        self.slots = self._assign_slots()
+
+    def compile(self) -> StepCode:
+        ends = (*self.program.outputs, *(update.value for update in self.program.updates))
+        sources = [self._write_function("forward", 0, self.program.forward_nodes, ends)]
+        for index, (nodes, gradients) in enumerate(self.stretches, start=1):
+            results = tuple(gradient.value for gradient in gradients if gradient.value is not None)
+            sources.append(self._write_function(f"backward_{index}", index, nodes, results))
+        source = "\n".join(sources)
+        namespace = dict(self.constants)
+        exec(compile(source, "<undertow step>", "exec"), namespace)
+        segments = tuple(
+            Segment(namespace[f"backward_{index}"], gradients, self._read_inputs(nodes, gradients))
+            for index, (nodes, gradients) in enumerate(self.stretches, start=1)
+        )
+        return StepCode(namespace["forward"], segments, self.slots, len(self.program.cotangents), source)
+
+    def _cut(self) -> list[tuple[tuple[Node, ...], tuple[Gradient, ...]]]:
+        """Stretches of backward nodes, each with the gradients that are complete at its end."""
+        position = {value: index for index, node in enumerate(self.program.backward_nodes) for value in node.outputs}
+        complete: dict[int, list[Gradient]] = {}
+        for gradient in self.program.gradients:
+            if gradient.value is not None:
+                complete.setdefault(position.get(gradient.value, -1), []).append(gradient)
+        stretches, start, pending, num_bytes = [], 0, list(complete.pop(-1, [])), 0
+        for end in sorted(complete):
+            pending += complete[end]
+            num_bytes += sum(gradient.value.type.num_bytes for gradient in complete[end] if gradient.value is not None)
+            if num_bytes >= SEGMENT_BYTES or end == max(complete):
+                stretches.append((self.program.backward_nodes[start : end + 1], tuple(pending)))
+                start, pending, num_bytes = end + 1, [], 0
+        if pending:
+            stretches.append(((), tuple(pending)))
+        return stretches
+
+    def _find_last_stretch(self) -> dict[Value, int]:
+        """The last function (0 is the forward pass) that reads each value."""
+        last: dict[Value, int] = {}
+        for node in self.program.forward_nodes:
+            last.update(dict.fromkeys(node.inputs, 0))
+        last.update(dict.fromkeys(self.program.outputs, 0))
+        for index, (nodes, gradients) in enumerate(self.stretches, start=1):
+            for node in nodes:
+                last.update(dict.fromkeys(node.inputs, index))
+            last.update({gradient.value: index for gradient in gradients if gradient.value is not None})
+        return last
+
+    def _assign_slots(self) -> dict[Value, int]:
+        slots = {item.value: index for index, item in enumerate(self.program.cotangents)}
+        for nodes, index in [(self.program.forward_nodes, 0), *((s[0], i) for i, s in enumerate(self.stretches, 1))]:
+            for node in nodes:
+                for value in node.outputs:
+                    if value is not None and self.last_stretch.get(value, -1) > index:
+                        slots[value] = len(slots)
+        return slots
+
+    def _read_inputs(self, nodes: Sequence[Node], gradients: Sequence[Gradient]) -> tuple[int, ...]:
+        read = {value for node in nodes for value in node.inputs} | {gradient.value for gradient in gradients}
+        return tuple(sorted(self.input_index[value] for value in read if value in self.input_index))
+
+    def _write_function(self, name: str, index: int, nodes: Sequence[Node], ends: Sequence[Value]) -> str:
+        lines: list[str] = []
+        known: set[Value] = set()
+        last_read = {value: position for position, node in enumerate(nodes) for value in node.inputs}
+
+        def load(value: Value) -> str:
+            variable = self._name(value)
+            if value not in known:
+                known.add(value)
+                if value in self.input_index:
+                    lines.append(f"{variable} = inputs[{self.input_index[value]}]")
+                else:
+                    lines.append(f"{variable} = slots[{self.slots[value]}]")
+                    if self.last_stretch.get(value) == index:
+                        lines.append(f"slots[{self.slots[value]}] = None")
+            return variable
+
+        def drop(value: Value) -> None:
+            known.discard(value)
+            lines.append(f"del {self._name(value)}")
+
+        for position, node in enumerate(nodes):
+            for value in node.inputs:
+                load(value)
+            lines.append(self._write_node(node, is_backward=index > 0))
+            for value in dict.fromkeys(node.inputs):
+                if last_read[value] == position and value not in ends:
+                    drop(value)
+            for value in node.outputs:
+                if value is None:
+                    continue
+                known.add(value)
+                if self.last_stretch.get(value, -1) > index:
+                    lines.append(f"slots[{self.slots[value]}] = {self._name(value)}")
+                if value not in last_read and value not in ends:
+                    drop(value)
+        results = [load(value) for value in ends]
+        lines.append(f"return ({', '.join(results)}{',' if results else ''})")
+        return "\n    ".join([f"def {name}(inputs, slots):", *lines])
+
+    def _write_node(self, node: Node, is_backward: bool) -> str:
+        target = _BACKWARD_TARGETS.get(node.target, node.target) if is_backward else node.target
+        arguments = [self._write_argument(argument) for argument in node.args]
+        arguments += [f"{name}={self._write_argument(argument)}" for name, argument in node.kwargs.items()]
+        call = f"{self._constant(target)}({', '.join(arguments)})"
+        if not node.outputs:
+            return call
+        names = [self._name(value) if value is not None else "_" for value in node.outputs]
+        is_single = schema_of(target).returns_single if isinstance(target, OpOverload) else not _returns_tuple(target)
+        line = f"{names[0]} = {call}" if is_single else f"{', '.join(names)}, = {call}"
+        return f"{line}; del _" if "_" in names else line
+
+    def _write_argument(self, argument: Any) -> str:
+        if isinstance(argument, Value):
+            return self._name(argument)
+        if isinstance(argument, tuple | list):
+            items = ", ".join(self._write_argument(item) for item in argument)
+            return f"({items}{',' if len(argument) == 1 else ''})"
+        if isinstance(argument, bool | int | type(None)):
+            return repr(argument)
+        return self._constant(argument)
+
+    def _constant(self, item: Any) -> str:
+        name = self.constant_names.get(id(item))
+        if name is None:
+            name = self.constant_names[id(item)] = f"k{len(self.constants)}"
+            self.constants[name] = item
+        return name
+
+    def _name(self, value: Value) -> str:
+        return self.names.setdefault(value, f"v{len(self.names)}")
+
+
+def _returns_tuple(target: Any) -> bool:
+    return getattr(target, "returns_tuple", False)

@@ -1,0 +1,243 @@
+"""The planned module: an nn.Module that runs the plan and is otherwise the user's own.
+
+It is an instance of a subclass of the model's class and shares the model's attribute dictionary: parameters, buffers,
+submodules, `training`, hooks and configuration are the same objects, so `state_dict`, optimizers, `isinstance` and
+attribute access behave as with the model itself. Only `forward` differs.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from undertow.errors import CaptureError, TooManyOutcomes
+from undertow.ir import InputKind, Program
+from undertow.ir.structure import ATOMS, fill_slots, structure_key, tensors_in
+from undertow.ops.own import GuardMiss
+from undertow.runtime.step import Pattern, Run, Step, attach_backward
+
+MAX_OUTCOMES = 64  # ways through a model's branches on tensor values
+MAX_CAPTURES = 32  # shapes, dtypes, modes
+
+
+class Variant:
+    """One captured way through the model, ready to run with and without gradients."""
+
+    def __init__(self, captured: Any, differentiate: Callable[[Program, Pattern], Program]) -> None:
+        self.captured = captured
+        self._differentiate = differentiate
+        program = captured.program
+        inputs = {item.value for item in program.inputs}
+        self.differentiable = [
+            index
+            for index, value in enumerate(program.outputs)
+            if value in program.differentiable and value not in inputs
+        ]
+        self.pattern: Pattern = self._guess_pattern()
+        self._steps: dict[Pattern, Step] = {}
+
+    def step(self) -> Step:
+        """The step for the gradients that are expected."""
+        return self.step_for(self.pattern)
+
+    def step_for(self, pattern: Pattern) -> Step:
+        """The step whose gradients come from the outputs marked in `pattern`."""
+        if pattern not in self._steps:
+            self._steps[pattern] = Step(self._differentiate(self.captured.program, pattern), pattern)
+        return self._steps[pattern]
+
+    def remember(self, pattern: Pattern) -> None:
+        """Expect the same gradients next time."""
+        self.pattern = pattern
+
+    def _guess_pattern(self) -> Pattern:
+        """The model's own loss where it returns one, else every output that carries a gradient."""
+        skeleton = self.captured.skeleton
+        loss = skeleton.get("loss") if isinstance(skeleton, dict) else getattr(skeleton, "loss", None)
+        if loss is not None and getattr(loss, "index", None) in self.differentiable:
+            return tuple(index == loss.index for index in self.differentiable)
+        return (True,) * len(self.differentiable)
+
+
+class Runner:
+    """Finds or makes the capture that fits a call, and runs it."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        forward: Callable[..., Any],
+        capture: Callable[..., Any],
+        differentiate: Callable[[Program, Pattern], Program],
+    ) -> None:
+        self.model = model
+        self.forward = forward
+        self._capture = capture
+        self._differentiate = differentiate
+        self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
+
+    def variant_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        """The variant that was last used for such a call; captured now if there is none."""
+        variants = self._lookup(args, kwargs)
+        return variants[-1] if variants else self._add(variants, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        variants = self._lookup(args, kwargs)
+        tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        seen: tuple[Any, ...] = ()  # what this step's guards found so far
+        while True:
+            fitting = [variant for variant in variants if variant.captured.outcomes[: len(seen)] == seen]
+            variant = fitting[-1] if fitting else self._add(variants, args, kwargs)
+            try:
+                result = self._run(variant, tensors)
+            except GuardMiss as miss:
+                if not fitting:
+                    raise CaptureError(
+                        f"a branch on a tensor's value went another way when it was run than when it was captured "
+                        f"(guard {miss.index} found {miss.found!r}): its operations do not repeat"
+                    ) from None
+                seen = (*variant.captured.outcomes[: miss.index], miss.found)
+                continue
+            if variants[-1] is not variant:
+                variants.remove(variant)
+                variants.append(variant)
+            return result
+
+    def _lookup(self, args: Any, kwargs: Any) -> list[Variant]:
+        key = (structure_key(args), structure_key(kwargs), _sharing(args, kwargs), self._state_key())
+        variants = self._variants.setdefault(key, [])
+        self._variants.move_to_end(key)
+        if len(self._variants) > MAX_CAPTURES:
+            self._variants.popitem(last=False)
+        return variants
+
+    def _add(self, variants: list[Variant], args: Any, kwargs: Any) -> Variant:
+        captured = self._capture(self.forward, args, kwargs, self.model)
+        if len(variants) >= MAX_OUTCOMES:
+            guards = [node for node in captured.program.nodes if str(node.target).startswith("guard")]
+            raise TooManyOutcomes(
+                f"branches on tensor values took more than {MAX_OUTCOMES} ways, the last at {guards[-1].origin}: "
+                f"make the branch part of the computation (torch.where), move it out of the model, "
+                f"or leave this part of the model unplanned"
+            )
+        variants.append(Variant(captured, self._differentiate))
+        return variants[-1]
+
+    def _run(self, variant: Variant, tensors: list[torch.Tensor]) -> Any:
+        step = variant.step()
+        inputs = self._bind(step.program, variant.captured, tensors)
+        needs_gradient = any(variant.pattern)
+        states = [generator.get_state() for generator in step.generators if needs_gradient or step.has_guards]
+        kept = {place: inputs[place].clone() for place in step.replayed_updates} if needs_gradient else {}
+        try:
+            outputs, slots = step.run_forward(inputs)
+        except GuardMiss:
+            for generator, state in zip(step.generators, states, strict=True):
+                generator.set_state(state)
+            raise
+        for place, value in enumerate(step.program.outputs):
+            if value in step.input_index:
+                outputs[place] = inputs[step.input_index[value]]
+            elif isinstance(outputs[place], torch.Tensor) and outputs[place]._is_view():
+                outputs[place] = outputs[place].data  # for autograd a tensor of its own: the user may write into it
+        if needs_gradient:
+            for place, old in kept.items():
+                inputs[place] = old
+            exposed = [outputs[place].detach() for place in variant.differentiable] if step.exposed_slots else []
+            run = Run(
+                step=step,
+                step_for=variant.step_for,
+                inputs=inputs,
+                versions=[tensor._version for tensor in inputs],
+                slots=slots,
+                exposed=[(tensor, tensor._version) for tensor in exposed],
+                states=states,
+                remember=variant.remember,
+            )
+            for slot in step.exposed_slots:
+                slots[slot] = slots[slot].detach()
+            attach_backward(run, outputs, variant.differentiable)
+        for assignment in variant.captured.assignments:
+            assignment.owner[assignment.name] = fill_slots(assignment.skeleton, outputs)
+        return fill_slots(variant.captured.skeleton, outputs)
+
+    def _bind(self, program: Program, captured: Any, tensors: list[torch.Tensor]) -> list[Any]:
+        """The tensors behind the Program's inputs, found anew at every call: users replace parameters and buffers."""
+        bound = []
+        for item in program.inputs:
+            if item.kind is InputKind.ARGUMENT:
+                bound.append(tensors[captured.arguments[item.value]])
+            elif item.kind is InputKind.CONSTANT:
+                bound.append(captured.constants[item.value])
+            else:
+                owner, _, name = item.path.rpartition(".")
+                module = self._modules[owner]
+                bound.append(module._parameters[name] if item.kind is InputKind.PARAMETER else module._buffers[name])
+        return bound
+
+    @functools.cached_property
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        return dict(self.model.named_modules())
+
+    def _state_key(self) -> Any:
+        """Everything outside the arguments that decides which operations run."""
+        modules = tuple(_module_key(module) for module in self._modules.values())
+        autocast = tuple(
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+        )
+        return modules, torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), torch.get_default_dtype()
+
+
+def _module_key(module: torch.nn.Module) -> Any:
+    """A module's mode, its Python attributes, and the types of its tensors."""
+    plain = tuple((name, item) for name, item in module.__dict__.items() if type(item) in ATOMS_SET)
+    tensors = tuple(
+        None if tensor is None else (tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)
+        for group in (module._parameters, module._buffers)
+        for tensor in group.values()
+    )
+    return plain, tensors
+
+
+ATOMS_SET = frozenset(ATOMS)
+
+
+def _sharing(args: Any, kwargs: Any) -> tuple[int, ...]:
+    """Which arguments are the same tensor."""
+    ids = [id(tensor) for _, tensor in tensors_in((args, kwargs))]
+    return tuple(ids.index(item) for item in ids)
+
+
+def make_planned(model: torch.nn.Module, make_runner: Callable[[torch.nn.Module, Callable[..., Any]], Runner]) -> Any:
+    """A module that runs `model` through a Runner."""
+    kind = type(model)
+    original = model.__dict__.get("forward", functools.partial(kind.forward, model))
+    functools.update_wrapper(original, kind.forward) if isinstance(original, functools.partial) else None
+    runner = make_runner(model, original)
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return runner(*args, **kwargs)
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        return make_planned(copy.deepcopy(model, memo), make_runner)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return make_planned, (model, make_runner)
+
+    namespace = {
+        "forward": forward,
+        "__deepcopy__": deepcopy,
+        "__reduce_ex__": reduce,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "undertow_runner": runner,
+    }
+    planned = object.__new__(type(kind.__name__, (kind,), namespace))
+    planned.__dict__ = model.__dict__
+    return planned

@@ -1,0 +1,183 @@
+"""Running a compiled step inside PyTorch's autograd, so that user loops, hooks and optimizers see nothing unusual.
+
+The forward pass runs at once. Its outputs hang on a chain of autograd nodes, one per segment of the backward pass: the
+first runs when the user's loss is differentiated, hands its gradients to their parameters through autograd's own
+accumulation, and passes a token to the next. Parameters' hooks therefore fire as gradients are completed.
+
+Values are freed at their last use in the backward pass. A second backward pass over the same forward pass
+(`retain_graph=True`), or one from other outputs than expected, runs the forward pass again under the recorded
+generator states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from undertow.errors import UndertowError
+from undertow.ir import Program, Value
+from undertow.ops.interpret import generators_of
+from undertow.ops.lifetimes import find_lifetimes
+from undertow.ops.own import GUARDS, Mutating
+from undertow.runtime.code import Segment, StepCode, compile_program
+
+Pattern = tuple[bool, ...]
+
+
+class Step:
+    """A Program ready to run, for a fixed set of outputs from which gradients come."""
+
+    def __init__(self, program: Program, pattern: Pattern) -> None:
+        self.program = program
+        self.pattern = pattern
+        self.code: StepCode = compile_program(program)
+        self.generators = generators_of(program.forward_nodes)
+        self.has_guards = any(node.target in GUARDS for node in program.forward_nodes)
+        self.input_index = {item.value: position for position, item in enumerate(program.inputs)}
+        self.update_inputs = [self.input_index[update.input] for update in program.updates]
+        self.replayed_updates = self._find_replayed_updates()
+        roots = find_lifetimes(program).root
+        exposed = {roots[value] for value in program.outputs}
+        # Slots whose memory the user can reach through an output, and could overwrite before the backward pass.
+        self.exposed_slots = [slot for value, slot in self.code.slots.items() if roots.get(value) in exposed]
+
+    def run_forward(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Outputs and slots. Updates reach the user's tensors only when the whole pass has succeeded."""
+        slots: list[Any] = [None] * len(self.code.slots)
+        with torch.no_grad(), torch._C._DisableAutocast():
+            results = list(self.code.forward(inputs, slots))
+            num_outputs = len(self.program.outputs)
+            for position, new in zip(self.update_inputs, results[num_outputs:], strict=True):
+                inputs[position].copy_(new)
+        return results[:num_outputs], slots
+
+    def _find_replayed_updates(self) -> list[int]:
+        """Updated inputs whose old value the backward pass would need; batch normalisation's statistics are not."""
+        needed = set(self.code.slots)
+        for node in self.program.backward_nodes:
+            needed.update(node.inputs)
+        for node in reversed(self.program.forward_nodes):
+            if any(value in needed for value in node.outputs):
+                needed.update(node.inputs[:3] if isinstance(node.target, Mutating) else node.inputs)
+        return [position for position in self.update_inputs if self.program.inputs[position].value in needed]
+
+
+@dataclass(eq=False)
+class Run:
+    """One forward pass waiting for its backward pass."""
+
+    step: Step
+    step_for: Callable[[Pattern], Step]
+    inputs: list[Any]
+    versions: list[int]
+    slots: list[Any] | None
+    exposed: list[tuple[torch.Tensor, int]]
+    states: list[torch.Tensor]
+    remember: Callable[[Pattern], None]
+    finished: dict[Value, Any] | None = None  # gradients computed ahead, when the pattern was not the expected one
+
+    def start_backward(self, cts: Sequence[Any]) -> None:
+        """Bring slots and cotangents into place for the first segment."""
+        for tensor, version in self.exposed:
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    "an output of the planned module was changed before backward(); clone it first"
+                )
+        pattern = tuple(ct is not None for ct in cts)
+        step = self.step
+        if pattern != step.pattern:
+            self.remember(pattern)
+            step = self.step_for(pattern)
+        slots = self.slots if step is self.step and self.slots is not None else self._replay(step)
+        slots[: step.code.num_cotangents] = [ct for ct in cts if ct is not None]
+        self.slots, self.finished = slots, None
+        if step is not self.step:
+            self.slots, self.finished = None, {}
+            for segment in step.code.segments:
+                self.finished.update(self._run(segment, slots))
+
+    def gradients_of_segment(self, index: int) -> dict[Value, Any]:
+        """The gradients that segment `index` of the expected step completes, by input."""
+        if self.finished is not None:
+            return self.finished
+        assert self.slots is not None
+        segments = self.step.code.segments
+        gradients = self._run(segments[index], self.slots)
+        if index == len(segments) - 1:
+            self.slots = None
+        return gradients
+
+    def _run(self, segment: Segment, slots: list[Any]) -> dict[Value, Any]:
+        self._check_versions(segment.read_inputs)
+        found = segment.run(self.inputs, slots)
+        return dict(zip((gradient.input for gradient in segment.gradients), found, strict=True))
+
+    def _replay(self, step: Step) -> list[Any]:
+        self._check_versions(range(len(self.inputs)))
+        before = [generator.get_state() for generator in step.generators]
+        for generator, state in zip(step.generators, self.states, strict=True):
+            generator.set_state(state)
+        slots: list[Any] = [None] * len(step.code.slots)
+        step.code.forward(self.inputs, slots)
+        for generator, state in zip(step.generators, before, strict=True):
+            generator.set_state(state)
+        return slots
+
+    def _check_versions(self, positions: Iterable[int]) -> None:
+        for position in positions:
+            if self.inputs[position]._version != self.versions[position] and position not in self.step.update_inputs:
+                item = self.step.program.inputs[position]
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{item.kind.value} {item.path} changed between the planned forward pass and backward()"
+                )
+
+
+class _SegmentNode(torch.autograd.Function):
+    """One segment of the backward pass as an autograd node; segment 0 carries the outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, index: int, owners: list[Value], outputs: Any, sentinel: Any, token: Any, *leaves: Any
+    ) -> Any:
+        ctx.run, ctx.index, ctx.owners = run, index, owners
+        ctx.has_next = token is not None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(sentinel)
+        return torch.empty(0) if outputs is None else tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Any) -> Any:
+        ctx.saved_tensors  # noqa: B018  raises eager's own error when the graph was freed
+        if torch.is_grad_enabled():
+            raise UndertowError(
+                "create_graph=True through a planned module is not supported; use ut.hvp or ut.hessian, "
+                "or call the original module for this step"
+            )
+        with torch._C._DisableAutocast():
+            if ctx.index == 0:
+                ctx.run.start_backward(cts)
+            gradients = ctx.run.gradients_of_segment(ctx.index)
+        token = torch.empty(0) if ctx.has_next else None
+        # Popping leaves autograd the only owner, so that it may keep the tensor instead of copying it.
+        return None, None, None, None, None, token, *(gradients.pop(owner, None) for owner in ctx.owners)
+
+
+def attach_backward(run: Run, outputs: list[Any], differentiable: Sequence[int]) -> None:
+    """Put the run's backward pass behind the outputs at `differentiable` positions."""
+    step = run.step
+    # Inputs the expected gradient does not reach may be reached by another; they wait at the last segment.
+    owners = [gradient.input for gradient in step.program.gradients if gradient.value is None]
+    sentinel, token = torch.empty(0), None
+    for index in range(len(step.code.segments) - 1, -1, -1):
+        owners += [gradient.input for gradient in step.code.segments[index].gradients]
+        leaves = [run.inputs[step.input_index[owner]] for owner in owners]
+        carried = [outputs[place] for place in differentiable] if index == 0 else None
+        token = _SegmentNode.apply(run, index, owners, carried, sentinel, token, *leaves)
+        owners = []
+    for place, tensor in zip(differentiable, token, strict=True):
+        outputs[place] = tensor

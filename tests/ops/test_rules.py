@@ -1,0 +1,359 @@
+"""Every rule of the registry, on every sample, in every formulation.
+
+A rule is compared with `torch.autograd` on the same call (bit for bit where it claims eager's bits), with central
+differences, and with itself on FakeTensors. A new record is tested without writing a test.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import undertow.ops  # noqa: F401  (registers every family)
+from undertow.ops.registry import Call, Case, Op, Sampler, Vjp, bind_arguments, find_op, registered_ops
+
+aten = torch.ops.aten
+
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32)}
+# The samples are drawn in float64; what a sample holds in float32 is there for the mixture of precisions.
+PRECISIONS = {
+    "float64": {torch.float64: torch.float64, torch.float32: torch.float32},
+    "float32": {torch.float64: torch.float32, torch.float32: torch.bfloat16},
+    "bfloat16": {torch.float64: torch.bfloat16, torch.float32: torch.float32},
+}
+BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+WITH_RULES = [op for op in registered_ops() if op.vjps]
+WITHOUT_GRADIENT = [op for op in registered_ops() if not op.vjps]
+FORMULATIONS = [pytest.param(op, vjp, id=f"{op.target}-{vjp.name}") for op in WITH_RULES for vjp in op.vjps]
+
+
+def each(ops: list[Op]) -> list[Any]:
+    return [pytest.param(op, id=str(op.target)) for op in ops]
+
+
+def samples(op: Op) -> list[Case]:
+    return op.samples(Sampler(seed=0))
+
+
+def map_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return replace(value)
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(item, replace) for item in value)
+    return value
+
+
+def flatten(value: Any) -> list[torch.Tensor | None]:
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in flatten(item)]
+    return [value if isinstance(value, torch.Tensor) else None]
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def rebuild(tensor: torch.Tensor, dtypes: dict[torch.dtype, torch.dtype]) -> torch.Tensor:
+    """A copy with storage of its own, the same strides and offset, overlaps included."""
+    memory = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    memory = memory.to(dtypes.get(tensor.dtype, tensor.dtype), copy=True)
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def invoke(target: OpOverload, bound: dict[str, Any]) -> Any:
+    """Call `target` with arguments by name, random draws starting from the same generator state every time."""
+    arguments = target._schema.arguments
+    args = [bound[argument.name] for argument in arguments if not argument.kwarg_only]
+    kwargs = {argument.name: bound[argument.name] for argument in arguments if argument.kwarg_only}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return target(*args, **kwargs)
+
+
+def write_as_strided(bound: dict[str, Any]) -> torch.Tensor:
+    base = bound["self"].clone()
+    base.as_strided(bound["size"], bound["stride"], bound["storage_offset"]).copy_(bound["src"])
+    return base
+
+
+# `as_strided_scatter` stands in Programs for a write through a view. Eager differentiates such a write by another rule
+# than the functional operation's, which on torch 2.13 gives the cotangent of the part instead of the rest.
+WRITTEN_AS = {aten.as_strided_scatter.default: write_as_strided}
+
+
+def run_eager(target: OpOverload, bound: dict[str, Any]) -> list[torch.Tensor | None]:
+    """The outputs, with autograd's graph behind them."""
+    if target in WRITTEN_AS:
+        return flatten(WRITTEN_AS[target](bound))
+    outputs = flatten(invoke(target, bound))
+    nodes = [output.grad_fn for output in outputs if output is not None and output.grad_fn is not None]
+    if any(node.name() == "NotImplemented" for node in nodes):
+        # Eager knows the derivative of the in-place operation only; a Program holds the functional one.
+        packet = getattr(aten, target._schema.name.removeprefix("aten::") + "_")
+        first = target._schema.arguments[0].name
+        in_place = next(
+            getattr(packet, name)
+            for name in packet.overloads()
+            if [a.name for a in getattr(packet, name)._schema.arguments] == [a.name for a in target._schema.arguments]
+        )
+        outputs = flatten(invoke(in_place, bound | {first: bound[first].clone()}))
+    return outputs
+
+
+class Example:
+    """One sample in one precision, run by eager with the arguments `wanted` requiring gradients."""
+
+    def __init__(self, op: Op, case: Case, precision: str, wanted: tuple[str, ...]) -> None:
+        self.op, self.wanted = op, wanted
+        dtypes = PRECISIONS[precision]
+        self.bound = bind_arguments(op.target, case.args, case.kwargs)
+        self.bound = {name: map_tensors(item, lambda t: rebuild(t, dtypes)) for name, item in self.bound.items()}
+        self.plain = {name: map_tensors(item, torch.Tensor.detach) for name, item in self.bound.items()}
+        for name in wanted:
+            for tensor in filter(is_float, flatten(self.bound[name])):
+                tensor.requires_grad_()
+        self.outputs = run_eager(op.target, self.bound)
+        self.leaves = [t for name in wanted for t in flatten(self.bound[name]) if is_float(t)]
+        self.differentiable = [i for i, out in enumerate(self.outputs) if out is not None and out.requires_grad]
+
+    def cotangents(self, layout: str, chosen: tuple[int, ...], seed: int = 1) -> list[torch.Tensor | None]:
+        """A cotangent for each chosen output, None for the others."""
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            arrange(output, layout, generator) if index in chosen else None for index, output in enumerate(self.outputs)
+        ]
+
+    def expected(self, cts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Autograd's gradients of the leaves."""
+        reached = [(out, ct) for out, ct in zip(self.outputs, cts, strict=True) if ct is not None]
+        outs, cts = zip(*reached, strict=True)
+        return list(torch.autograd.grad(outs, self.leaves, cts, allow_unused=True, retain_graph=True))
+
+    def found(self, vjp: Vjp, cts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The rule's gradients of the leaves, summed and cast as autograd's engine does."""
+        by_name = vjp.cotangents(self.call(), cts)
+        grads = []
+        for name in self.wanted:
+            tensors = flatten(self.bound[name])
+            parts = flatten(by_name[name])
+            parts += [None] * (len(tensors) - len(parts))
+            grads += [conform(ct, leaf) for ct, leaf in zip(parts, tensors, strict=True) if is_float(leaf)]
+        return grads
+
+    def call(self) -> Call:
+        arguments = [self.plain[argument.name] for argument in self.op.target._schema.arguments]
+        outputs = [None if output is None else output.detach() for output in self.outputs]
+        return Call(self.op.target, arguments, {}, outputs, set(self.wanted))
+
+
+def arrange(like: torch.Tensor, layout: str, generator: torch.Generator) -> torch.Tensor:
+    """A random cotangent of the shape and dtype of `like`, laid out in memory in one of several ways."""
+    if layout == "expanded":
+        return torch.randn((), generator=generator, dtype=torch.float64).to(like.dtype).expand(like.shape)
+    ct = torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+    if layout == "reversed":
+        order = tuple(reversed(range(ct.dim())))
+        return ct.permute(order).contiguous().permute(order)
+    return torch.empty_like(like).copy_(ct).detach()
+
+
+def conform(ct: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor | None:
+    """What autograd's engine does to a cotangent before it hands it on: sum the broadcast dims, then cast."""
+    if ct is None:
+        return None
+    if ct.shape != leaf.shape:
+        leading = ct.dim() - leaf.dim()
+        stretched = [i + leading for i, size in enumerate(leaf.shape) if size == 1 and ct.shape[i + leading] != 1]
+        ct = ct.sum([*range(leading), *stretched], keepdim=True).view(leaf.shape)
+    return ct if ct.dtype == leaf.dtype else ct.to(leaf.dtype)
+
+
+def differentiable_arguments(op: Op, case: Case) -> tuple[str, ...]:
+    bound = bind_arguments(op.target, case.args, case.kwargs)
+    return tuple(name for name in op.exact_vjp.arguments if any(is_float(t) for t in flatten(bound[name])))
+
+
+def examples(op: Op, precision: str) -> Iterator[tuple[Case, Example]]:
+    """Every sample, with all arguments wanted together and each one alone."""
+    for case in samples(op):
+        names = differentiable_arguments(op, case)
+        for wanted in {names: None} | {(name,): None for name in names}:
+            yield case, Example(op, case, precision, wanted)
+
+
+def choices(example: Example) -> list[tuple[int, ...]]:
+    """All differentiable outputs together and, if there are several, each one alone."""
+    indices = tuple(example.differentiable)
+    return list({indices: None} | {(index,): None for index in indices})
+
+
+def assert_same_bits(found: torch.Tensor | None, expected: torch.Tensor | None, where: str) -> None:
+    if expected is None or found is None:
+        assert (found is None) == (expected is None), f"{where}: {found} instead of {expected}"
+        return
+    if expected._is_zerotensor():
+        assert not found.any(), f"{where}: not zero"
+        return
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
+    is_nan = expected.isnan()
+    bits = [t.masked_fill(is_nan & t.isnan(), 0).contiguous().view(BITS[t.dtype]) for t in (found, expected)]
+    assert torch.equal(*bits), (
+        f"{where}: {found} instead of {expected}, strides {found.stride()} and {expected.stride()}"
+    )
+    strides = [[s for s, size in zip(t.stride(), t.shape, strict=True) if size > 1] for t in (found, expected)]
+    assert found.numel() == 0 or strides[0] == strides[1], f"{where}: strides {strides[0]} instead of {strides[1]}"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("op", each(WITH_RULES))
+def test_first_formulation_has_the_bits_of_eager(op: Op, precision: str) -> None:
+    for (case, example), layout in itertools.product(list(examples(op, precision)), ("like", "expanded", "reversed")):
+        assert example.differentiable, f"{case}: eager's output carries no gradient"
+        for chosen in choices(example):
+            cts = example.cotangents(layout, chosen)
+            where = f"{case}, wanted {example.wanted}, outputs {chosen}, {layout} cotangent"
+            for found, expected in zip(example.found(op.exact_vjp, cts), example.expected(cts), strict=True):
+                assert_same_bits(found, expected, where)
+
+
+@pytest.mark.parametrize(("op", "vjp"), FORMULATIONS)
+def test_every_formulation_agrees_with_autograd(op: Op, vjp: Vjp) -> None:
+    """Rounding errors are proportional to the unit roundoff, so float32 shows how large they are in float64.
+
+    The tolerance is 8 times the larger of the two float32 errors, scaled: an error seen in one element of a few may be
+    smaller by luck than it is in another, and 8 covers what 3 bits of luck hide.
+    """
+    for (case, exact), (_, rough) in zip(examples(op, "float64"), examples(op, "float32"), strict=True):
+        for chosen in choices(exact):
+            cts = exact.cotangents("like", chosen)
+            low = [None if ct is None else ct.to(out.dtype) for ct, out in zip(cts, rough.outputs, strict=True)]
+            grads = zip(exact.found(vjp, cts), exact.expected(cts), rough.found(vjp, low), rough.expected(low), strict=True)
+            for found, expected, *rounded in grads:
+                if expected is None:
+                    assert found is None or not found.any(), f"{case}: {found} where autograd has no gradient"
+                    continue
+                scale = expected.nan_to_num(0, 0, 0).abs().amax() if expected.numel() else 0
+                errors = [(r.double() - expected).nan_to_num(0, 0, 0).abs().max() for r in rounded if expected.numel()]
+                tolerance = 8 * max(errors, default=0) * EPS[torch.float64] / EPS[torch.float32]
+                torch.testing.assert_close(
+                    found,
+                    expected,
+                    rtol=0,
+                    atol=float(tolerance + 8 * EPS[torch.float64] * scale),
+                    equal_nan=True,
+                    msg=lambda message, case=case: f"{case}: {message}",
+                )
+
+
+@pytest.mark.parametrize(("op", "vjp"), FORMULATIONS)
+def test_every_formulation_agrees_with_finite_differences(op: Op, vjp: Vjp) -> None:
+    """Central differences D(h) and D(h/2) along a random direction, extrapolated to R = (4 D(h/2) - D(h)) / 3.
+
+    Tolerance: |D(h) - D(h/2)| bounds the truncation error of R, which is of higher order. To it comes rounding: an
+    output is off by a few ulp per term that was summed into it, an input by half an ulp, both divided by h/2.
+    """
+    h = 2.0**-10
+    for case in filter(lambda case: case.is_smooth, samples(op)):
+        example = Example(op, case, "float64", differentiable_arguments(op, case))
+        cts = example.cotangents("like", tuple(example.differentiable))
+        grads = example.found(vjp, cts)
+        generator = torch.Generator().manual_seed(2)
+        directions = [torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype) * 2 - 1 for leaf in example.leaves]
+
+        def value(step: float, example=example, cts=cts, directions=directions) -> float:
+            moved = iter([leaf.detach() + step * d for leaf, d in zip(example.leaves, directions, strict=True)])
+            bound = dict(example.plain)
+            for name in example.wanted:
+                bound[name] = map_tensors(bound[name], lambda t: next(moved) if is_float(t) else t)
+            outputs = flatten(invoke(op.target, bound))
+            return sum(float((ct * out).sum()) for ct, out in zip(cts, outputs, strict=True) if ct is not None)
+
+        coarse, fine = ((value(step) - value(-step)) / (2 * step) for step in (h, h / 2))
+        slope = sum(float((g * d).sum()) for g, d in zip(grads, directions, strict=True) if g is not None)
+        num_terms = 4 + max(leaf.numel() for leaf in example.leaves)
+        sizes = [float((ct * out).abs().sum()) for ct, out in zip(cts, example.outputs, strict=True) if ct is not None]
+        sizes += [float((g * leaf).abs().sum()) for g, leaf in zip(grads, example.leaves, strict=True) if g is not None]
+        tolerance = abs(coarse - fine) + num_terms * EPS[torch.float64] * sum(sizes) / (h / 2)
+        assert abs(slope - (4 * fine - coarse) / 3) <= tolerance, f"{case}: {slope} instead of {fine}, +- {tolerance}"
+
+
+@pytest.mark.parametrize(("op", "vjp"), FORMULATIONS)
+def test_formulas_run_without_data(op: Op, vjp: Vjp) -> None:
+    """On FakeTensors a formula gives the shapes, strides and dtypes that it gives on tensors."""
+    for _, example in examples(op, "float32"):
+        cts = example.cotangents("like", tuple(example.differentiable))
+        call = example.call()
+        by_name = vjp.cotangents(call, cts)
+        real = [t for name in example.wanted for t in flatten(by_name[name])]
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            fake = lambda t: mode.from_tensor(t, static_shapes=True)  # noqa: E731
+            arguments = {name: map_tensors(item, fake) for name, item in example.plain.items()}
+            outputs = map_tensors(call.outs, fake)
+            by_name = vjp.cotangents(Call(op.target, [], arguments, outputs, set(example.wanted)), map_tensors(cts, fake))
+            fakes = [t for name in example.wanted for t in flatten(by_name[name])]
+        for found, expected in zip(fakes, real, strict=True):
+            assert (found is None) == (expected is None)
+            if found is not None and all(isinstance(size, int) for size in found.shape):
+                assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+                assert expected.numel() == 0 or found.stride() == expected.stride()
+
+
+class Operations(TorchDispatchMode):
+    """Lists the operations run under it that a gradient could flow through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[OpOverload] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(map(is_float, flatten(args))) and any(map(is_float, flatten(result))):
+            self.seen.add(func)
+        return result
+
+
+@pytest.mark.parametrize("op", each(WITH_RULES))
+def test_composed_form_can_be_differentiated_again(op: Op) -> None:
+    assert op.composed_vjp is not None, "no composed form"
+    for case, example in examples(op, "float64"):
+        cts, call = example.cotangents("like", tuple(example.differentiable)), example.call()
+        with Operations() as operations:
+            op.composed_vjp.cotangents(call, cts)
+        for target in operations.seen:
+            record = find_op(target)
+            assert record is not None, f"{case}: {target} has no record"
+            assert not record.vjps or record.composed_vjp is not None, f"{case}: {target} has no composed form"
+
+
+@pytest.mark.parametrize("op", each(list(registered_ops())))
+def test_every_record_has_samples_that_run(op: Op) -> None:
+    assert samples(op)
+    if op.vjps:
+        reached = {name for case in samples(op) for name in differentiable_arguments(op, case)}
+        assert reached == set(op.exact_vjp.arguments), "an argument with a formula that no sample differentiates"
+        assert all(set(vjp.arguments) == set(op.exact_vjp.arguments) for vjp in op.vjps)
+
+
+@pytest.mark.parametrize("op", each(list(registered_ops())))
+def test_no_argument_that_eager_differentiates_is_missing(op: Op) -> None:
+    covered = op.exact_vjp.arguments if op.vjps else ()
+    for case in samples(op):
+        bound = bind_arguments(op.target, case.args, case.kwargs)
+        for name in bound:
+            if name in covered or not any(map(is_float, flatten(bound[name]))):
+                continue
+            try:
+                example = Example(op, case, "float64", (name,))
+            except RuntimeError as error:
+                assert "not implemented" in str(error) or "does not require grad" in str(error)
+                continue
+            assert not example.differentiable, f"{case}: eager differentiates with respect to {name}"

@@ -1,0 +1,102 @@
+"""The rules of the repository that no linter knows."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "undertow"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SCRIPTS = [*sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file()), ROOT / ".ci" / "run"]
+MAX_LINES = 600
+VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "managers", "v2"}
+NOT_OURS = {".git", ".venv", ".hypothesis", "build", "dist", "__pycache__"}
+# Spelled in two halves, or this file would break its own rule.
+MACHINE_PATH = re.compile(r"(?<![\w.~$}])/" + r"(work|tmp|root|home)/")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def walk(root: Path) -> list[Path]:
+    """Every file of the tree but what tools left there, for a copy without git."""
+    paths = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in NOT_OURS and not name.endswith(("_cache", ".egg-info"))]
+        paths += [Path(folder, name) for name in files]
+    return paths
+
+
+def text_files() -> list[Path]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    try:
+        listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+        paths = [ROOT / name for name in listing.split("\0") if name]
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        paths = walk(ROOT)
+    return [path for path in paths if path.is_file() and b"\0" not in path.read_bytes()]
+
+
+def test_there_is_something_to_check():
+    assert len(MODULES) > 10
+    assert {path.name for path in SCRIPTS} >= {"setup", "demo", "test", "check", "run"}
+    assert ROOT / "pyproject.toml" in text_files()
+    assert ROOT / "pyproject.toml" in walk(ROOT)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_module_is_one_idea_and_says_which(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES, "a file this long is two ideas"
+    words = {word for part in path.relative_to(PACKAGE).with_suffix("").parts for word in part.split("_")}
+    assert not words & VAGUE_NAMES, "the name does not say what is inside"
+    assert ast.get_docstring(ast.parse(text)), "a module opens with what goes in, what comes out, and the idea"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "models").glob("*.py")), ids=name_of)
+def test_models_import_torch_only(path):
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            imported.add(node.module)
+    others = {
+        name
+        for name in imported
+        if name.split(".")[0] not in sys.stdlib_module_names | {"torch"} and not name.startswith("undertow.models.")
+    }
+    assert not others
+
+
+def test_import_is_light():
+    program = "import sys, undertow; print(*sorted({'rich', 'typer', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
+    assert result.stdout.split() == []
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_script_can_be_run(path):
+    assert os.access(path, os.X_OK)
+    interpreter, *rest = path.read_text().splitlines()
+    assert interpreter.startswith("#!/usr/bin/env ")
+    if interpreter.endswith("bash"):
+        assert "set -euo pipefail" in rest
+        subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_no_paths_of_one_machine():
+    found = [
+        f"{name_of(path)}:{number}: {line.strip()}"
+        for path in text_files()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert not found
