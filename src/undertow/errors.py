@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UndertowError(Exception):
     """Base of all errors raised on purpose."""
@@ -37,4 +39,8 @@ class MissingRule(UndertowError):
 
 
 class GradientCheckFailed(UndertowError):
-    """An analytic derivative disagrees with the numerical one."""
+    """An analytic derivative disagrees with the numerical one; `result` is the GradientCheck."""
+
+    def __init__(self, message: str, result: Any) -> None:
+        super().__init__(message)
+        self.result = result

@@ -36,6 +36,7 @@ from undertow.ops.interpret import generator_of
 from undertow.ops.opaque import CustomFunction, CustomFunctionBackward, ThroughAutograd
 from undertow.ops.own import GENERATOR_STATE, Mutating, OwnOperation, is_random
 from undertow.ops.registry import Call, bind_arguments, find_op
+from undertow.ops.schema import functional_of, schema_of
 from undertow.ops.tracing import Namer, Recorder, TracedTensor
 
 aten = torch.ops.aten
@@ -54,6 +55,16 @@ def differentiate(
     `is_composed` takes the formulations that can be differentiated again instead of those with eager's bits.
     """
     return _Backward(program, is_composed, is_strict).build(outputs, wanted)
+
+
+def differentiate_everywhere(
+    program: Program, outputs: Sequence[Value], wanted: Sequence[Value]
+) -> tuple[Program, dict[Value, Value]]:
+    """As `differentiate`, and the cotangent of every value on the way, which the Program keeps as outputs."""
+    backward = _Backward(program, is_composed=False, is_strict=False)
+    joint = backward.build(outputs, wanted, is_cleaned=False)
+    cotangents = backward.complete | {item.input: item.value for item in joint.gradients if item.value is not None}
+    return joint, cotangents
 
 
 def backward_as_forward(program: Program, outputs: Sequence[Value]) -> Program:
@@ -76,6 +87,7 @@ class _Backward(Recorder):
         self.is_strict = is_strict
         self.node: Node | None = None
         self.cotangents: dict[Value, torch.Tensor] = {}
+        self.complete: dict[Value, Value] = {}
         self.generator_states: dict[Node, Node] = {}
         self.active: set[Value] = set()
 
@@ -85,7 +97,8 @@ class _Backward(Recorder):
         first = next((value.name for value in self.node.outputs if value is not None), "")
         return replace(self.node.origin, derived_from=first)
 
-    def build(self, outputs: Sequence[Value], wanted: Sequence[Value]) -> Program:
+    def build(self, outputs: Sequence[Value], wanted: Sequence[Value], is_cleaned: bool = True) -> Program:
+        """The joint Program; `is_cleaned` removes what the gradients do not depend on."""
         self.active = self._find_active(wanted)
         seeds = []
         with _disable_current_modes(), torch._C._DisableAutocast(), torch.enable_grad(), self:
@@ -111,7 +124,7 @@ class _Backward(Recorder):
             gradients=tuple(gradients),
             differentiable=self._extend(differentiable),
         )
-        return check_program(remove_unused(joint))
+        return check_program(remove_unused(joint) if is_cleaned else joint)
 
     def tensor(self, value: Value) -> TracedTensor:
         """The traced tensor that stands for a value of the forward pass."""
@@ -133,8 +146,8 @@ class _Backward(Recorder):
         for argument, ct in self._pull_back(node, cts):
             self._spread(argument, ct)
         for value in node.outputs:
-            if value is not None:
-                self.cotangents.pop(value, None)
+            if value in self.cotangents:
+                self.complete[value] = self.value_of(self.cotangents.pop(value))
 
     def _pull_back(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
         """Pairs of an argument (a Value or a tuple of them) and its cotangents."""
@@ -143,7 +156,9 @@ class _Backward(Recorder):
             return self._pull_back_function(node, target, cts)
         if isinstance(target, OwnOperation) and target.gradient is not None:
             return list(zip(node.args, target.gradient(node.args, *cts), strict=True))
-        base = target.target if isinstance(target, Mutating) else target
+        base = target
+        if isinstance(target, Mutating):
+            base = functional_of(target.target) or target.target if schema_of(target.target).is_inplace else target.target
         op = find_op(base)
         if op is None or any(value.type.dtype.is_complex for value in node.inputs):
             return self._pull_back_through_autograd(node, cts)

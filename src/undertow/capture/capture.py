@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.capture.functions import opaque_functions
 from undertow.capture.recorder import CaptureRecorder
@@ -66,7 +67,8 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict[str, torch.nn.Module]) -> Captured:
     recorder = CaptureRecorder({id(module): path for path, module in modules.items()})
-    with _traced_parameters(recorder, modules), _fresh_autocast_cache():
+    # An outer capture must not see what this one does on the way.
+    with _disable_current_modes(), _traced_parameters(recorder, modules), _fresh_autocast_cache():
         watch = AttributeWatch(modules, recorder.real_of)
         arguments = _trace_arguments(recorder, function, args, kwargs)
         traced_args, traced_kwargs = replace_tensors((args, kwargs), recorder.lift)

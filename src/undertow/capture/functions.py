@@ -48,22 +48,24 @@ def _record_function(recorder: CaptureRecorder, function: type[torch.autograd.Fu
     with _disable_current_modes():
         fake_args, result = _run_on_fakes(recorder, function, args, requires_grad)
         fakes = flatten_outputs(result)
+        context_type = _context_type(fakes)
+        plain = [None if fake is None else fake.detach() for fake in fakes]
         has_gradient = _find_gradients(recorder, fake_args, fakes, requires_grad)
     target = CustomFunction(function, requires_grad, has_gradient)
     values = recorder.emit(target, recorder._values(args), {}, fakes)
     if any(requires_grad):
-        context = Value(recorder.names.unique("context"), _context_type(fakes))
+        context = Value(recorder.names.unique("context"), context_type)
         recorder.append_output(context)
     written = {id(fake): arg for fake, arg in zip(fake_args, args, strict=True) if isinstance(arg, torch.Tensor)}
     outputs: list[Any] = []
-    for value, fake in zip(values, fakes, strict=True):
-        if value is None or fake is None:
+    for value, fake, plain_fake in zip(values, fakes, plain, strict=True):
+        if value is None or plain_fake is None:
             outputs.append(None)
         elif id(fake) in written:
-            recorder.write(recorder.traced(written[id(fake)]), value, fake)
+            recorder.write(recorder.traced(written[id(fake)]), value, plain_fake)
             outputs.append(written[id(fake)])
         else:
-            outputs.append(recorder.adopt(fake.detach(), value))
+            outputs.append(recorder.adopt(plain_fake, value))
     flags = [fake is not None and fake.requires_grad for fake in fakes]
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     connected = _Opaque.apply(recorder, function.__name__, outputs, flags, *tensors)

@@ -25,8 +25,9 @@ aten = torch.ops.aten
 # Operations that read of their first argument only its shape, so that evaluating them needs nothing behind it.
 _SHAPE_ONLY = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty",
-    "new_zeros", "new_ones", "new_full", "new_empty_strided", "bernoulli.p", "uniform", "normal_functional", "random",
-    "exponential", "native_dropout", "fill.Scalar", "zero",
+    "new_zeros", "new_ones", "new_full", "new_empty_strided", "fill.Scalar", "zero", "native_dropout",
+    "bernoulli_.float.functional", "uniform_.functional", "normal_.functional", "random_.functional",
+    "random_.from.functional", "random_.to.functional", "exponential_.functional",
 }  # fmt: skip
 
 

@@ -150,7 +150,7 @@ register(
         # y = x / 6 + 1/2 clamped to [0, 1]        ct_x = ct / 6 where -3 < x < 3, else 0
         (
             fused(self=lambda c, ct: aten.hardsigmoid_backward(ct, c.self)),
-            composed(self=lambda c, ct: aten.where((c.self > -3) & (c.self < 3), ct * (1 / 6), 0.0)),
+            composed(self=lambda c, ct: aten.where((c.self > -3) & (c.self < 3), ct / 6, 0.0)),
         ),
         lambda draw: [*smooth(draw), case(draw.distinct(3, 4) * 3), kink(torch.tensor([-3.0, 3.0]).double())],
     )

@@ -17,7 +17,7 @@ import math
 import torch
 
 from undertow.errors import MissingRule
-from undertow.ops.registry import Call, Case, Op, Sampler, case, composed_joint, fused_joint, register
+from undertow.ops.registry import Call, Case, Op, Sampler, case, composed_joint, fused_joint, kink, register
 
 aten = torch.ops.aten
 
@@ -100,16 +100,14 @@ register(
             composed_joint(*_INPUTS, by=lambda c, ct, *_: _attention(c, ct, c.attn_mask)),
         ),
         samples=_samples,
+        devices=("cpu",),
     )
 )
 
 
-def _on_cuda(*arguments: object) -> list[Case]:
-    if not torch.cuda.is_available():
-        return []
-    draw = Sampler()
-    inputs = [draw(2, 2, 16, 8).to("cuda", torch.float16) for _ in range(3)]
-    return [case(*inputs, *arguments), case(*inputs, *arguments, scale=0.3)]
+def _in_half_precision(draw: Sampler, *arguments: object) -> list[Case]:
+    inputs = [draw(2, 2, 16, 8).half() for _ in range(3)]
+    return [kink(*inputs, *arguments), kink(*inputs, *arguments, scale=0.3)]
 
 
 # The sequence lengths among the outputs are integers: a dense batch has them in its shape.
@@ -128,7 +126,8 @@ register(
             fused_joint(*_INPUTS, by=_flash_on_cuda),
             composed_joint(*_INPUTS, by=lambda c, ct, *_: _attention(c, ct, None)),
         ),
-        samples=lambda draw: _on_cuda(0.0, True),
+        samples=lambda draw: _in_half_precision(draw, 0.0, True),
+        devices=("cuda",),
     )
 )
 
@@ -148,7 +147,8 @@ register(
             fused_joint(*_INPUTS, by=_cudnn),
             composed_joint(*_INPUTS, by=lambda c, ct, *_: _attention(c, ct, c.attn_bias)),
         ),
-        samples=lambda draw: _on_cuda(None, True, 0.0, True),
+        samples=lambda draw: _in_half_precision(draw, None, True, 0.0, True),
+        devices=("cuda",),
     )
 )
 
@@ -167,6 +167,7 @@ register(
             fused_joint(*_INPUTS, "attn_bias", by=_efficient),
             composed_joint(*_INPUTS, "attn_bias", by=lambda c, ct, *_: _attention(c, ct, c.attn_bias)),
         ),
-        samples=lambda draw: _on_cuda(None, True, 0.0, True),
+        samples=lambda draw: _in_half_precision(draw, None, True, 0.0, True),
+        devices=("cuda",),
     )
 )

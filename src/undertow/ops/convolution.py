@@ -1,4 +1,4 @@
-"""Convolution: one, two or three dimensions, transposed, grouped, dilated; and sliding windows as columns.
+"""Convolution in one, two or three dimensions: plain, transposed, grouped, dilated.
 
 The composed form writes every cotangent as a convolution again. Notation for one spatial dimension with stride s,
 padding p, dilation d, kernel length K: y[o, i] = sum_c,k x[c, i s - p + k d] w[o, c, k].
@@ -97,32 +97,5 @@ register(
             composed(input=_ct_input, weight=_ct_weight, bias=_ct_bias),
         ),
         samples=_samples,
-    )
-)
-
-# im2col copies every window into a column; col2im adds every column into its window. Each is the other's transpose.
-register(
-    Op(
-        aten.im2col.default,
-        vjps=(
-            composed(
-                self=lambda c, ct: aten.col2im(ct, c.self.shape[-2:], c.kernel_size, c.dilation, c.padding, c.stride)
-            ),
-        ),
-        samples=lambda draw: [
-            case(draw(2, 3, 5, 4), [2, 3], [1, 1], [0, 0], [1, 1]),
-            case(draw(3, 6, 6), [2, 2], [2, 1], [1, 0], [2, 3]),
-        ],
-    )
-)
-
-register(
-    Op(
-        aten.col2im.default,
-        vjps=(composed(self=lambda c, ct: aten.im2col(ct, c.kernel_size, c.dilation, c.padding, c.stride)),),
-        samples=lambda draw: [
-            case(draw(2, 8, 9), [6, 6], [2, 2], [1, 1], [0, 0], [2, 2]),
-            case(draw(8, 12), [4, 5], [2, 2], [1, 1], [0, 0], [1, 1]),
-        ],
     )
 )

@@ -85,11 +85,23 @@ register(
     )
 )
 
+
+# The distances between the rows of one matrix, the upper triangle row by row
+def _ct_rows(c: Call, ct: torch.Tensor) -> torch.Tensor:
+    first, second = torch.triu_indices(c.self.shape[0], c.self.shape[0], 1, device=ct.device)
+    difference = c.self.index_select(0, first) - c.self.index_select(0, second)
+    ct_pairs = ct.unsqueeze(1) * _derivative(difference, c.out.unsqueeze(1), c.p)
+    zeros = torch.zeros(c.self.shape, dtype=ct.dtype, device=ct.device)
+    return zeros.index_add(0, first, ct_pairs).index_add(0, second, -ct_pairs)
+
+
 register(
     Op(
         aten._pdist_forward.default,
-        # The distances between the rows of one matrix, the upper triangle row by row
-        vjps=(fused(self=lambda c, ct: aten._pdist_backward(ct, c.self, c.p, c.out)),),
-        samples=lambda draw: [case(draw(4, 3)), case(draw(4, 3), 1.0), case(draw(4, 3), 3.0)],
+        vjps=(
+            fused(self=lambda c, ct: aten._pdist_backward(ct, c.self, c.p, c.out)),
+            composed(self=_ct_rows),
+        ),
+        samples=lambda draw: [case(draw(4, 3), p) for p in (2.0, 1.0, math.inf, 3.0, 1.5)],
     )
 )

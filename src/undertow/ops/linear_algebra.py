@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from undertow.ops.registry import Call, Op, Sampler, case, composed, register
+from undertow.ops.registry import Call, Case, Op, Sampler, case, composed, kink, register
 
 aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ register(
         samples=lambda draw: [
             case(draw(2, 3, 4), draw(2, 4, 5)),
             case(draw(3, 2, 4).transpose(0, 1), draw(2, 5, 4).transpose(1, 2)),
-            case(draw(1, 3, 4).expand(2, 3, 4), draw(2, 4, 1)),
+            kink(draw(1, 3, 4).expand(2, 3, 4), draw(2, 4, 1)),
         ],
     )
 )
@@ -206,7 +206,7 @@ register(
 # y = sum over `sumdim` of i1 i2 i3, each with the dimensions it lacks inserted where its `expand` says. The cotangent
 # of one factor is the trilinear form of the other two and ct_y: ct_y lacks the summed dimensions, and what has to be
 # summed is what the factor lacks.
-def _trilinear_samples(draw: Sampler) -> list:
+def _trilinear_samples(draw: Sampler) -> list[Case]:
     first, weight, second = draw(3, 4), draw(2, 4, 5), draw(3, 5)
     return [
         case(first, weight, second, [1, 3], [0], [1, 2], [2, 3]),

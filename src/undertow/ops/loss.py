@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch._ops import OpOverload
 
-from undertow.ops.registry import Call, Case, Op, Sampler, case, composed, fused, register
+from undertow.ops.registry import Call, Case, Op, Sampler, case, composed, fused, kink, register
 
 aten = torch.ops.aten
 
@@ -52,7 +52,8 @@ register(
         vjps=_SOFTMAX_VJPS,
         samples=lambda draw: [
             case(draw(2, 4), -1),
-            case(draw(2, 3, 4).masked_fill(torch.tensor([True, False, False, False]), -torch.inf), 2),
+            kink(draw(2, 3, 4).masked_fill(torch.tensor([True, False, False, False]), -torch.inf), 2),
+            kink(draw(2, 3, 4).index_fill(1, torch.tensor([1]), -torch.inf), -1),
         ],
     )
 )
@@ -132,7 +133,8 @@ def _register_difference_loss(
     """A loss of x - t: the target's cotangent is the input's with the two exchanged."""
 
     def by_kernel(c: Call, ct: torch.Tensor, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return kernel(ct, x, other, c.reduction, *([getattr(c, parameter)] if parameter else []))
+        # The kernel returns a contiguous tensor whatever its inputs; on FakeTensors it says otherwise.
+        return kernel(ct, x, other, c.reduction, *([getattr(c, parameter)] if parameter else [])).contiguous()
 
     def by_derivative(c: Call, ct: torch.Tensor) -> torch.Tensor:
         return _averaged(c, ct) * derivative(c, c.self - c.target)
@@ -285,12 +287,28 @@ register(
             composed(self=_ct_multi_margin),
         ),
         samples=lambda draw: [
-            case(draw.distinct(3, 4), torch.tensor([1, 0, 3])),
-            case(draw.distinct(3, 4), torch.tensor([1, 0, 3]), 2, 0.7, draw.uniform(0.5, 2, 4), _NONE),
-            case(draw.distinct(4), torch.tensor([2]), 1, 1.3, None, _SUM),
+            case(draw(3, 4), torch.tensor([1, 0, 3])),
+            case(draw(3, 4), torch.tensor([1, 0, 3]), 2, 0.7, draw.uniform(0.5, 2, 4), _NONE),
+            case(draw(4), torch.tensor([2]), 1, 1.3, None, _SUM),
         ],
     )
 )
+
+
+# y[n] = sum over targets t and others j of max(0, 1 - x[n, t] + x[n, j]) / C. The targets end at the first negative;
+# the second output marks them.
+def _ct_multilabel_margin(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
+    x, target, is_target = (t if c.self.dim() > 1 else t.unsqueeze(0) for t in (c.self, c.target, c.outs[1]))
+    num_rows, num_classes = x.shape
+    is_listed = (target < 0).cumsum(1) == 0
+    target = target.clamp(min=0)
+    violation = 1 - x.gather(1, target).unsqueeze(2) + x.unsqueeze(1)
+    counts = (violation > 0) & is_listed.unsqueeze(2) & (is_target == 0).unsqueeze(1)
+    slope = counts.to(x.dtype) / num_classes
+    slope = slope.sum(1).scatter_add(1, target, -slope.sum(2))
+    ct = ct / num_rows if c.reduction == _MEAN else ct
+    return (slope * ct.view(-1, 1)).view(c.self.shape)
+
 
 register(
     Op(
@@ -301,31 +319,12 @@ register(
                     ct, c.self, c.target, c.reduction, c.outs[1]
                 )
             ),
+            composed(self=_ct_multilabel_margin),
         ),
         samples=lambda draw: [
-            case(draw.distinct(2, 4), torch.tensor([[1, -1, 0, 0], [2, 3, -1, 0]]), _MEAN),
-            case(draw.distinct(4), torch.tensor([3, 0, -1, 1]), _SUM),
+            case(draw(2, 4), torch.tensor([[1, -1, 0, 0], [2, 3, -1, 0]]), _MEAN),
+            case(draw(2, 4), torch.tensor([[1, 0, 2, -1], [-1, 3, -1, 0]]), _NONE),
+            case(draw(4), torch.tensor([3, 0, -1, 1]), _SUM),
         ],
     )
 )
-
-
-# The probability of all alignments, by the forward-backward algorithm: only PyTorch's kernel.
-def _register_ctc(target: OpOverload, kernel: OpOverload, lengths: Callable[[list[int]], object]) -> None:
-    def by_kernel(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
-        return kernel(
-            *(ct, c.log_probs, c.targets, c.input_lengths, c.target_lengths, *c.outs[:2], c.blank, c.zero_infinity)
-        )
-
-    def samples(draw: Sampler) -> list[Case]:
-        targets = torch.tensor([[1, 2], [3, 1]])
-        return [
-            case(draw(5, 2, 4).log_softmax(-1), targets, lengths([5, 4]), lengths([2, 1])),
-            case(draw(5, 2, 4).log_softmax(-1), targets, lengths([5, 5]), lengths([2, 2]), 0, True),
-        ]
-
-    register(Op(target, vjps=(fused(log_probs=by_kernel),), samples=samples))
-
-
-_register_ctc(aten._ctc_loss.default, aten._ctc_loss_backward.default, list)
-_register_ctc(aten._ctc_loss.Tensor, aten._ctc_loss_backward.Tensor, torch.tensor)

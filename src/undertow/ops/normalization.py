@@ -10,6 +10,7 @@ so that a second derivative sees how they depend on it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ def _wanted(c: Call, names: Sequence[str]) -> list[bool]:
 
 
 _AFFINE = ("input", "weight", "bias")
+_NO_CONTRIBUTION = dict.fromkeys(_AFFINE)
 
 
 def _layer_norm_kernel(c: Call, ct: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
@@ -75,8 +77,10 @@ register(
 def _group_norm_kernel(
     c: Call, ct: torch.Tensor | None, ct_mean: torch.Tensor | None, ct_scale: torch.Tensor | None
 ) -> Any:
-    if ct is None or ct_mean is not None or ct_scale is not None:
-        return _group_norm(c, ct, ct_mean, ct_scale)
+    if ct is None:
+        return _NO_CONTRIBUTION
+    if ct_mean is not None or ct_scale is not None:
+        return _group_norm_with_statistics(c, ct, ct_mean, ct_scale)
     layout = suggest_memory_format(c.input) if ct.device.type == "cpu" else torch.contiguous_format
     mask = _wanted(c, _AFFINE)
     # The CPU kernel for channels-last crashes unless the input's cotangent is asked for (torch 2.13).
@@ -87,25 +91,53 @@ def _group_norm_kernel(
     )
 
 
-# Autograd gives the saved statistics a gradient here: mean = sum x / m, r = (var + eps)^(-1/2), so dr/dx = -r^2 x^ / m.
+# Autograd lets the saved mean and r carry a gradient, though only beside one of the output:
+# dmean/dx = 1 / m        dr/dx = -r^3 (x - mean) / m
+# This is its arithmetic for that case: ct_x = ct_y w r + b x + c with sums over the m elements in b and c.
+def _group_norm_with_statistics(
+    c: Call, ct: torch.Tensor, ct_mean: torch.Tensor | None, ct_scale: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    grouped, per_group = (c.N, c.group, c.C // c.group, c.HxW), (c.N, c.group, 1, 1)
+    num_elements = c.C // c.group * c.HxW
+    x, ct = c.input.reshape(grouped), ct.reshape(grouped)
+    mean, scale = c.outs[1].reshape(per_group), c.outs[2].reshape(per_group)
+    along, total = (t.sum(3).unsqueeze(-1) for t in (ct * x, ct))
+    gain, gained_along, gained_total = scale, along, total
+    if c.weight is not None:
+        weight = c.weight.reshape(1, c.group, -1, 1)
+        gain, gained_along, gained_total = scale * weight, along * weight, total * weight
+    gained_along, gained_total = (t.sum(2).unsqueeze(-2) for t in (gained_along, gained_total))
+    cubed = scale * scale * scale
+    b = (gained_total * mean - gained_along) * cubed * (1.0 / num_elements)
+    constant = -b * mean - gained_total * scale * (1.0 / num_elements)
+    through_statistics = []
+    if ct_mean is not None:
+        through_statistics.append(ct_mean.reshape(per_group).expand(grouped) / num_elements)
+    if ct_scale is not None:
+        ct_variance = cubed * -0.5 * ct_scale.reshape(per_group)
+        through_statistics.append(ct_variance * (2.0 / num_elements) * (x - x.mean((2, 3), keepdim=True)))
+    ct_x = gain * ct + b * x + constant + functools.reduce(torch.add, through_statistics)
+    ct_weight = ((along - total * mean) * scale).sum(0).reshape(c.C)
+    return {"input": ct_x.reshape(c.input.shape), "weight": ct_weight, "bias": total.sum(0).reshape(c.C)}
+
+
 def _group_norm(
     c: Call, ct: torch.Tensor | None, ct_mean: torch.Tensor | None, ct_scale: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    grouped = (c.N, c.group, c.C // c.group, -1)
-    normal, scale = _standardized(c.input.reshape(grouped), (2, 3), c.eps)
+) -> dict[str, torch.Tensor | None]:
+    if ct is None:
+        return _NO_CONTRIBUTION
+    grouped, per_group = (c.N, c.group, c.C // c.group, c.HxW), (c.N, c.group, 1, 1)
     num_elements = c.C // c.group * c.HxW
-    cts = {}
-    ct_x = torch.zeros_like(normal)
-    if ct is not None:
-        ct = ct.reshape(grouped)
-        g = ct if c.weight is None else ct * c.weight.view(1, c.group, -1, 1)
-        ct_x = _ct_through_statistics(g, normal, scale, (2, 3))
-        cts = {"weight": (ct * normal).sum((0, 3)).view(-1), "bias": ct.sum((0, 3)).view(-1)}
+    normal, scale = _standardized(c.input.reshape(grouped), (2, 3), c.eps)
+    ct = ct.reshape(grouped)
+    g = ct if c.weight is None else ct * c.weight.view(1, c.group, -1, 1)
+    ct_x = _ct_through_statistics(g, normal, scale, (2, 3))
     if ct_mean is not None:
-        ct_x = ct_x + ct_mean.view(c.N, c.group, 1, 1) / num_elements
+        ct_x = ct_x + ct_mean.reshape(per_group) / num_elements
     if ct_scale is not None:
-        ct_x = ct_x - ct_scale.view(c.N, c.group, 1, 1) * scale * scale * normal / num_elements
-    return cts | {"input": ct_x.view(c.input.shape)}
+        ct_x = ct_x - ct_scale.reshape(per_group) * scale * scale * normal / num_elements
+    ct_weight, ct_bias = (t.sum((0, 3)).view(-1) for t in (ct * normal, ct))
+    return {"input": ct_x.view(c.input.shape), "weight": ct_weight, "bias": ct_bias}
 
 
 register(
@@ -212,15 +244,12 @@ def _cudnn_batch_norm_kernel(c: Call, ct: torch.Tensor, *_: None) -> tuple[torch
     return aten.cudnn_batch_norm_backward(c.input, ct, c.weight, None, None, c.outs[1], c.outs[2], c.epsilon, c.outs[3])
 
 
-def _on_cuda(cases: list[Case]) -> list[Case]:
-    return [case(*(a.cuda() if isinstance(a, torch.Tensor) else a for a in plain.args)) for plain in cases]
-
-
 register(
     Op(
         aten.cudnn_batch_norm.default,
         vjps=(fused_joint(*_AFFINE, by=_cudnn_batch_norm_kernel), composed_joint(*_AFFINE, by=_batch_norm)),
-        samples=lambda draw: _on_cuda(_batch_norm_samples(draw)[:2]) if torch.cuda.is_available() else [],
+        samples=lambda draw: _batch_norm_samples(draw)[:2],
+        devices=("cuda",),
     )
 )
 
@@ -257,16 +286,11 @@ register(
             fused_joint("input", "weight", by=_rms_norm_kernel),
             composed_joint("input", "weight", by=_rms_norm),
         ),
-        samples=lambda draw: (
-            _on_cuda(
-                [
-                    case(draw(2, 3, 4), [4], draw(4), 1e-5),
-                    case(draw(2, 3, 4), [3, 4], None, None),
-                ]
-            )
-            if torch.cuda.is_available()
-            else []
-        ),
+        samples=lambda draw: [
+            case(draw(2, 3, 4), [4], draw(4), 1e-5),
+            case(draw(2, 3, 4), [3, 4], None, None),
+        ],
+        devices=("cuda",),
     )
 )
 

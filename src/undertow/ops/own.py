@@ -39,8 +39,7 @@ def _restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return aten.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-# Kernels choose vectorised or scalar code by strides, and the two differ in the last bit for exp, tanh and the like.
-# What eager computes in place in a strided view must therefore lie in the same strides here.
+# A scatter into a view returns its own strides; the storage keeps those it has.
 RESTRIDE = OwnOperation("restride", _restride, gradient=lambda args, ct: (ct, None))
 
 # Writing into a tensor under no_grad changes its value and leaves its history: the gradient passes to what stood there.

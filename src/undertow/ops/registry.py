@@ -87,6 +87,7 @@ class Op:
     target: OpOverload
     vjps: tuple[Vjp, ...] = ()
     samples: Callable[[Sampler], list[Case]] = lambda draw: []
+    devices: tuple[str, ...] = ("cpu", "cuda")  # where the operation exists
 
     @property
     def exact_vjp(self) -> Vjp:
@@ -204,6 +205,6 @@ def find_op(target: Any) -> Op | None:
     return _REGISTRY.get(target)
 
 
-def registered_ops() -> tuple[Op, ...]:
-    """All records, in the order of their names."""
-    return tuple(sorted(_REGISTRY.values(), key=lambda op: str(op.target)))
+def registered_ops(device: str = "cpu") -> tuple[Op, ...]:
+    """The records of the operations that `device` has, in the order of their names."""
+    return tuple(sorted((op for op in _REGISTRY.values() if device in op.devices), key=lambda op: str(op.target)))

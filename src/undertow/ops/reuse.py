@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from undertow.ir import Node, Program, Value
 from undertow.ops.lifetimes import Lifetimes, find_lifetimes, is_dense
+from undertow.ops.own import Mutating
 from undertow.ops.schema import inplace_of, schema_of
 
 
@@ -28,16 +29,20 @@ def reuse_dead_inputs(program: Program) -> Program:
 
 
 def _inplace_target(node: Node, index: int, lifetimes: Lifetimes) -> OpOverload | None:
-    if not isinstance(node.target, OpOverload) or len(node.outputs) != 1 or not node.args:
+    if len(node.outputs) != 1 or not node.args:
         return None
+    if isinstance(node.target, Mutating):
+        target = node.target.target if schema_of(node.target.target).is_inplace else None
+    elif isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
+        target = inplace_of(node.target)
+    else:
+        target = None
     argument, result = node.args[0], node.outputs[0]
-    if not isinstance(argument, Value) or result is None or argument.type != result.type or not is_dense(argument):
-        return None
-    if torch.Tag.pointwise not in node.target.tags and not schema_of(node.target).is_random:
+    if target is None or not isinstance(argument, Value) or result is None or argument.type != result.type:
         return None
     root = lifetimes.root[argument]
-    if root not in lifetimes.owned or not lifetimes.is_dead_after(argument, index):
+    if not is_dense(root) or root not in lifetimes.owned or not lifetimes.is_dead_after(argument, index):
         return None
     if sum(lifetimes.root[value] is root for value in node.inputs) > 1:
         return None
-    return inplace_of(node.target)
+    return target

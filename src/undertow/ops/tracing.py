@@ -246,18 +246,20 @@ class Recorder(TorchDispatchMode):
         return tensors if isinstance(result, list) else tuple(tensors)
 
     def _record_mutation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        functional = functional_of(func) if schema_of(func).is_inplace else None
+        functional = functional_of(func) if schema_of(func).is_inplace and not schema_of(func).is_random else None
         if functional is None:
             return self._record_generic_mutation(func, args, kwargs)
         target = self.traced(args[0])
-        value_args, value_kwargs = self._values(args), {name: self._values(item) for name, item in kwargs.items()}
         fake_args, fake_kwargs = self._fakes((args, kwargs))
-        with self.on_fakes():
+        with self.fake_mode:
             fake = functional(*fake_args, **fake_kwargs)
+            if fake.stride() != target.fake.stride() or fake.dtype != target.fake.dtype:
+                # Kernels choose vectorised or scalar code by strides, and the two differ in the last bit for exp, tanh
+                # and the like: what eager computes in a strided view must lie in the same strides here.
+                return self._record_generic_mutation(func, args, kwargs)
             func(*fake_args, **fake_kwargs)
+        value_args, value_kwargs = self._values(args), {name: self._values(item) for name, item in kwargs.items()}
         (value,) = self.emit(functional, value_args, value_kwargs, [fake])
-        if fake.dtype != target.fake.dtype:
-            value, fake = self._cast(value, fake, target.fake.dtype)
         self.write(target, value, fake)
         return args[0]
 
@@ -288,8 +290,6 @@ class Recorder(TorchDispatchMode):
         """Let `target` hold `value` from now on, and with it everything that shares its storage."""
         old_value, alias = self.value_of(target), target.alias
         self._settle(target)
-        if fake.stride() != target.fake.stride() and fake.numel() > 1:
-            value, fake = self.call(RESTRIDE, (value, fake), tuple(target.fake.stride()))
         if target.requires_grad and not torch.is_grad_enabled():
             value, fake = self.call(REPLACE_VALUE, (old_value, target.fake), (value, fake))
         storage = alias.storage
@@ -322,12 +322,6 @@ class Recorder(TorchDispatchMode):
     def _settle(self, tensor: TracedTensor) -> None:
         # A write may give the tensor a history; whether its value until now had one is known only before.
         self.settled_requires_grad.setdefault(tensor.alias.value, tensor.requires_grad)
-
-    def _cast(self, value: Value, fake: torch.Tensor, dtype: torch.dtype) -> tuple[Value, torch.Tensor]:
-        with self.on_fakes():
-            cast = aten._to_copy.default(fake, dtype=dtype)
-        (value,) = self.emit(aten._to_copy.default, (value,), {"dtype": dtype}, [cast])
-        return value, cast
 
     def _values(self, arguments: Any) -> Any:
         return _map_tensors(arguments, self.value_of)

@@ -1,0 +1,1 @@
+"""What users call. `planning` spells the pipeline out; the others are built from the same stages."""

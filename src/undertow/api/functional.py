@@ -1,0 +1,223 @@
+"""Derivatives of tensor functions: grad, value_and_grad, vjp, hvp, hessian.
+
+As in JAX, a function's arguments may be nested tuples, lists and dicts of tensors, `argnums` picks those to
+differentiate by, and the result has their structure. A function is recorded anew at every call: what its closure holds
+may have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from undertow.autodiff.backward import backward_as_forward, differentiate
+from undertow.capture.capture import Captured, capture
+from undertow.errors import CallError
+from undertow.ir import Program, Value
+from undertow.ir.structure import Slot, fill_slots, replace_tensors, tensors_in
+from undertow.ops.tracing import TracedTensor
+from undertow.runtime.direct import DirectRun
+
+Argnums = int | Sequence[int]
+
+
+def value_and_grad(function: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., tuple[Any, Any]]:
+    """A function that returns `function`'s value, a scalar, and its derivative by the arguments at `argnums`."""
+
+    def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        recorded = _Recorded(function, args, kwargs, argnums)
+        output = recorded.scalar_output()
+        run, _ = recorded.run([output])
+        gradients = run.backward([torch.ones_like(run.outputs[0])])
+        return run.outputs[0], recorded.arrange(gradients)
+
+    return differentiated
+
+
+def grad(function: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
+    """A function that returns the derivative of `function`, a scalar, by the arguments at `argnums`."""
+
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        return value_and_grad(function, argnums)(*args, **kwargs)[1]
+
+    return differentiated
+
+
+def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+    """`function(*args)`, and a function that maps a cotangent of it to cotangents of all arguments."""
+    recorded = _Recorded(function, args, {}, tuple(range(len(args))))
+    outputs = recorded.captured.program.outputs
+    run, places = recorded.run(outputs)
+    value = fill_slots(recorded.captured.skeleton, run.outputs)
+
+    def pull_back(cotangent: Any) -> tuple[Any, ...]:
+        cts = [tensor for _, tensor in tensors_in(cotangent)]
+        expected = [tensor for _, tensor in tensors_in(value)]
+        if [ct.shape for ct in cts] != [tensor.shape for tensor in expected]:
+            raise CallError(
+                f"the cotangent must have the shapes of the output {[tuple(tensor.shape) for tensor in expected]}, "
+                f"got {[tuple(ct.shape) for ct in cts]}"
+            )
+        return recorded.arrange(run.backward([cts[place] for place in places]))
+
+    return value, pull_back
+
+
+def hvp(function: Callable[..., Any], args: tuple[Any, ...], vectors: tuple[Any, ...]) -> Any:
+    """The Hessian of `function`, a scalar, by all of `args`, times `vectors`: the backward pass differentiated again."""
+    second = _SecondOrder(function, args, tuple(range(len(args))))
+    given = [tensor for _, tensor in tensors_in(vectors)]
+    if [tensor.shape for tensor in given] != [tensor.shape for tensor in second.recorded.leaves]:
+        raise CallError("vectors must have the structure and shapes of args")
+    return second.recorded.arrange(second.product(given))
+
+
+def hessian(function: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
+    """A function that returns all second derivatives of `function`, a scalar, by the arguments at `argnums`.
+
+    The result has the structure of the arguments twice, as in JAX: for one tensor of shape s, a tensor of shape s + s.
+    Each row costs one run of the twice-differentiated backward pass.
+    """
+
+    def differentiated(*args: Any) -> Any:
+        second = _SecondOrder(function, args, argnums)
+        leaves = second.recorded.leaves
+        rows = []
+        for index, leaf in enumerate(leaves):
+            blocks = [torch.zeros(leaf.numel(), *other.shape, dtype=other.dtype, device=other.device) for other in leaves]
+            for element in range(leaf.numel()):
+                vectors = [torch.zeros_like(other) for other in leaves]
+                vectors[index].view(-1)[element] = 1
+                columns = second.recorded.in_order(second.product(vectors))
+                for block, column in zip(blocks, columns, strict=True):
+                    block[element] = column
+            rows.append([block.reshape(leaf.shape + other.shape) for block, other in zip(blocks, leaves, strict=True)])
+        return second.recorded.arrange_tensors([second.recorded.arrange_tensors(row) for row in rows])
+
+    return differentiated
+
+
+class _Recorded:
+    """A function recorded on its arguments, with the leaves to differentiate by."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, argnums: Argnums) -> None:
+        self.args, self.argnums = args, argnums
+        positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        for position in positions:
+            if not -len(args) <= position < len(args):
+                raise CallError(f"argnums has {position}, but {len(args)} positional arguments were given")
+        positions = tuple(position % len(args) for position in positions)
+        self.is_nested = any(isinstance(tensor, TracedTensor) for _, tensor in tensors_in((args, kwargs)))
+        named = [(position, path, tensor) for position in positions for path, tensor in tensors_in(args[position])]
+        for position, path, tensor in named:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise CallError(f"argument {position}{path} is {tensor.dtype}; a derivative needs floating point")
+        self.leaves = [tensor for _, _, tensor in named]
+        fresh_args = tuple(
+            replace_tensors(arg, lambda tensor, wanted=index in positions: _fresh(tensor, wanted))
+            for index, arg in enumerate(args)
+        )
+        fresh_kwargs = replace_tensors(kwargs, lambda tensor: _fresh(tensor, False))
+        self.tensors = [tensor for _, tensor in tensors_in((fresh_args, fresh_kwargs))]
+        with torch.enable_grad():
+            self.captured: Captured = capture(function, fresh_args, fresh_kwargs)
+        by_place = {place: value for value, place in self.captured.arguments.items()}
+        counts = [sum(1 for _ in tensors_in(arg)) for arg in args]
+        alive = {item.value for item in self.captured.program.inputs}
+        places = [sum(counts[:position]) + offset for position in positions for offset in range(counts[position])]
+        self.wanted: list[Value | None] = [
+            by_place[place] if by_place[place] in alive else None for place in places
+        ]
+        self._skeletons = [self._skeleton(position, positions) for position in positions]
+
+    def scalar_output(self) -> Value:
+        """The one output, which must be a scalar."""
+        outputs = self.captured.program.outputs
+        if len(outputs) != 1 or not isinstance(self.captured.skeleton, Slot) or outputs[0].type.num_elements != 1:
+            shapes = ", ".join(str(value.type) for value in outputs) or "no tensor"
+            raise CallError(f"the function must return one scalar tensor, got {shapes}; for other outputs use ut.vjp")
+        return outputs[0]
+
+    def run(self, outputs: Sequence[Value]) -> tuple[DirectRun, list[int]]:
+        """Run forward; also which of `outputs` take a cotangent."""
+        joint = self.differentiate(outputs, is_composed=self.is_nested)
+        places = [list(outputs).index(_seeded(joint, index)) for index in range(len(joint.cotangents))]
+        with nullcontext() if self.is_nested else torch.no_grad():
+            return DirectRun(joint, self.bind(joint)), places
+
+    def differentiate(self, outputs: Sequence[Value], is_composed: bool) -> Program:
+        """The recorded Program with its backward pass from `outputs`."""
+        wanted = [value for value in self.wanted if value is not None]
+        return differentiate(self.captured.program, outputs, wanted, is_composed=is_composed)
+
+    def bind(self, program: Program) -> list[Any]:
+        """The tensors behind the Program's inputs."""
+        return [
+            self.tensors[self.captured.arguments[item.value]]
+            if item.value in self.captured.arguments
+            else self.captured.constants[item.value]
+            for item in program.inputs
+            if item.value in self.captured.arguments or item.value in self.captured.constants
+        ]
+
+    def in_order(self, gradients: dict[Value, Any]) -> list[Any]:
+        """One tensor per leaf: its gradient, or zeros where the function does not depend on it."""
+        return [
+            torch.zeros_like(leaf) if value is None or gradients.get(value) is None else gradients[value]
+            for leaf, value in zip(self.leaves, self.wanted, strict=True)
+        ]
+
+    def arrange(self, gradients: dict[Value, Any]) -> Any:
+        """Gradients in the structure of the arguments at `argnums`."""
+        return self.arrange_tensors(self.in_order(gradients))
+
+    def arrange_tensors(self, items: list[Any]) -> Any:
+        """One item per leaf, in the structure of the arguments at `argnums`."""
+        arranged = tuple(fill_slots(skeleton, items) for skeleton in self._skeletons)
+        return arranged[0] if isinstance(self.argnums, int) else arranged
+
+    def _skeleton(self, position: int, positions: tuple[int, ...]) -> Any:
+        before = positions[: positions.index(position)]
+        count = sum(sum(1 for _ in tensors_in(self.args[other])) for other in before)
+        numbers = iter(range(count, count + sum(1 for _ in tensors_in(self.args[position]))))
+        return replace_tensors(self.args[position], lambda tensor: Slot(next(numbers)))
+
+
+class _SecondOrder:
+    """The gradient of a scalar function as a Program, differentiated again."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], argnums: Argnums) -> None:
+        self.recorded = _Recorded(function, args, {}, argnums)
+        first = self.recorded.differentiate([self.recorded.scalar_output()], is_composed=True)
+        gradients = [item.value for item in first.gradients if item.value is not None]
+        forward = backward_as_forward(first, gradients)
+        wanted = [value for value in self.recorded.wanted if value is not None]
+        second = differentiate(forward, gradients, wanted, is_composed=self.recorded.is_nested)
+        self._seeded = [_seeded(second, index) for index in range(len(second.cotangents))]
+        self._owner = {item.value: item.input for item in first.gradients if item.value is not None}
+        seeds = [torch.ones(item.value.type.shape, dtype=item.value.type.dtype, device=item.value.type.device) for item in first.cotangents]
+        with nullcontext() if self.recorded.is_nested else torch.no_grad():
+            self._run = DirectRun(second, [*self.recorded.bind(second), *seeds])
+
+    def product(self, vectors: list[torch.Tensor]) -> dict[Value, Any]:
+        """The Hessian times `vectors`, one per leaf."""
+        by_input = dict(zip(self.recorded.wanted, vectors, strict=True))
+        cts = [by_input[self._owner[value]] for value in self._seeded]
+        with nullcontext() if self.recorded.is_nested else torch.no_grad():
+            return self._run.backward(cts)
+
+
+def _fresh(tensor: torch.Tensor, is_wanted: bool) -> torch.Tensor:
+    """The tensor without its history; under an outer recording the history is what is being recorded."""
+    if isinstance(tensor, TracedTensor):
+        return tensor.view_as(tensor) if is_wanted else tensor
+    return tensor.detach().requires_grad_(is_wanted)
+
+
+def _seeded(program: Program, index: int) -> Value:
+    """The output that cotangent `index` belongs to."""
+    name = program.cotangents[index].path
+    return next(value for value in program.outputs if value.name == name)

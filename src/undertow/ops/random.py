@@ -1,0 +1,95 @@
+"""Random operations through which a gradient flows: dropout and the randomised ReLU; and a few draws over a tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from undertow.ops.registry import Call, Op, composed, fused, kink, register
+
+aten = torch.ops.aten
+
+
+# y = x mask / (1 - p) in training; the kernel passes the cotangent unscaled unless it is told that it is training
+def _dropout_scale(c: Call) -> float:
+    if not c.train:
+        return 1.0
+    return 0.0 if c.p == 1 else 1.0 / (1.0 - c.p)
+
+
+def _ct_dropout(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
+    return ct * c.outs[1] * _dropout_scale(c)
+
+
+# On the CPU the kernel is this very product, and FakeTensors know its strides better than the kernel's.
+def _ct_dropout_kernel(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
+    if ct.device.type == "cpu":
+        return _ct_dropout(c, ct)
+    return aten.native_dropout_backward(ct, c.outs[1], _dropout_scale(c))
+
+
+register(
+    Op(
+        aten.native_dropout.default,
+        vjps=(fused(input=_ct_dropout_kernel), composed(input=_ct_dropout)),
+        samples=lambda draw: [
+            kink(draw(3, 4), 0.3, True),
+            kink(draw(4, 3).t(), 0.5, False),
+            kink(draw(3, 4), 1.0, True),
+        ],
+    )
+)
+
+
+# Draws that overwrite a tensor; see `sampling.py`.
+for _target, _bounds in ((aten.random.to, (7,)), (getattr(aten.random, "from"), (2, 7))):
+    register(
+        Op(
+            _target,
+            vjps=(composed(self=lambda c, ct: torch.zeros_like(ct)),),
+            samples=lambda draw, bounds=_bounds: [kink(draw(3, 4), *bounds)],
+        )
+    )
+
+register(
+    Op(
+        aten.bernoulli.Tensor,
+        vjps=(
+            composed(
+                self=lambda c, ct: torch.zeros_like(ct),
+                p=lambda c, ct: torch.zeros_like(c.p),
+            ),
+        ),
+        samples=lambda draw: [kink(draw(3, 4), draw.uniform(0, 1, 3, 4))],
+    )
+)
+
+
+# y = x where x > 0, else x n, with a random slope n in training and the mean slope otherwise. In training the operation
+# writes the slopes into `noise`; made functional, it returns them behind its output.
+def _noise(c: Call) -> torch.Tensor:
+    return c.outs[1] if len(c.outs) > 1 else c.noise
+
+
+def _ct_randomized_relu(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
+    if c.training:
+        return ct * _noise(c)
+    return torch.where(c.self > 0, ct, ct * ((c.lower + c.upper) / 2))
+
+
+register(
+    Op(
+        aten.rrelu_with_noise.default,
+        vjps=(
+            fused(
+                self=lambda c, ct, *_: aten.rrelu_with_noise_backward(
+                    ct, c.self, _noise(c), c.lower, c.upper, c.training, False
+                )
+            ),
+            composed(self=_ct_randomized_relu),
+        ),
+        samples=lambda draw: [
+            kink(draw.distinct(3, 4), torch.zeros(3, 4, dtype=torch.float64), 0.1, 0.3, True),
+            kink(draw.distinct(3, 4), torch.zeros(3, 4, dtype=torch.float64)),
+        ],
+    )
+)
