@@ -7,7 +7,9 @@ differences, and with itself on FakeTensors. A new record is tested without writ
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -164,7 +166,7 @@ class Example:
         grads = []
         for name in self.wanted:
             tensors = flatten(self.bound[name])
-            parts = flatten(by_name[name])
+            parts = flatten(by_name.get(name))
             parts += [None] * (len(tensors) - len(parts))
             grads += [conform(ct, leaf) for ct, leaf in zip(parts, tensors, strict=True) if is_float(leaf)]
         return grads
@@ -233,16 +235,28 @@ def assert_same_bits(found: torch.Tensor | None, expected: torch.Tensor | None, 
     assert found.numel() == 0 or strides[0] == strides[1], f"{where}: strides {strides[0]} instead of {strides[1]}"
 
 
+@contextmanager
+def skipping_without_kernel(precision: str) -> Iterator[None]:
+    """Skip where PyTorch itself has no kernel in bfloat16."""
+    try:
+        yield
+    except RuntimeError as error:
+        if precision != "bfloat16" or "BFloat16" not in str(error):
+            raise
+        pytest.skip(f"eager has no kernel: {error}")
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("op", each(WITH_RULES))
 def test_first_formulation_has_the_bits_of_eager(op: Op, precision: str) -> None:
-    for (case, example), layout in itertools.product(list(examples(op, precision)), ("like", "expanded", "reversed")):
-        assert example.differentiable, f"{case}: eager's output carries no gradient"
-        for chosen in choices(example):
-            cts = example.cotangents(layout, chosen)
-            where = f"{case}, wanted {example.wanted}, outputs {chosen}, {layout} cotangent"
-            for found, expected in zip(example.found(op.exact_vjp, cts), example.expected(cts), strict=True):
-                assert_same_bits(found, expected, where)
+    with skipping_without_kernel(precision):
+        for (case, example), layout in itertools.product(examples(op, precision), ("like", "expanded", "reversed")):
+            assert example.differentiable, f"{case}: eager's output carries no gradient"
+            for chosen in choices(example):
+                cts = example.cotangents(layout, chosen)
+                where = f"{case}, wanted {example.wanted}, outputs {chosen}, {layout} cotangent"
+                for found, expected in zip(example.found(op.exact_vjp, cts), example.expected(cts), strict=True):
+                    assert_same_bits(found, expected, where)
 
 
 def largest(tensor: torch.Tensor) -> float:
@@ -320,13 +334,13 @@ def test_formulas_run_without_data(op: Op, vjp: Vjp) -> None:
         cts = example.cotangents("like", tuple(example.differentiable))
         call = example.call()
         by_name = vjp.cotangents(call, cts)
-        real = [t for name in example.wanted for t in flatten(by_name[name])]
+        real = [t for name in example.wanted for t in flatten(by_name.get(name))]
         with FakeTensorMode(shape_env=ShapeEnv()) as mode:
             fake = lambda t: mode.from_tensor(t, static_shapes=True)  # noqa: E731
             arguments = {name: map_tensors(item, fake) for name, item in example.plain.items()}
             outputs = map_tensors(call.outs, fake)
             by_name = vjp.cotangents(Call(op.target, [], arguments, outputs, set(example.wanted)), map_tensors(cts, fake))
-            fakes = [t for name in example.wanted for t in flatten(by_name[name])]
+            fakes = [t for name in example.wanted for t in flatten(by_name.get(name))]
         for found, expected in zip(fakes, real, strict=True):
             assert (found is None) == (expected is None)
             if found is not None and all(isinstance(size, int) for size in found.shape):
@@ -381,6 +395,6 @@ def test_no_argument_that_eager_differentiates_is_missing(op: Op) -> None:
             try:
                 example = Example(op, case, "float64", (name,))
             except RuntimeError as error:
-                assert "not implemented" in str(error) or "does not require grad" in str(error)
+                assert re.search("is not differentiable with respect to|is not implemented", str(error)), error
                 continue
             assert not example.differentiable, f"{case}: eager differentiates with respect to {name}"

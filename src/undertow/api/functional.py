@@ -8,7 +8,6 @@ may have changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -145,8 +144,7 @@ class _Recorded:
         """Run forward; also which of `outputs` take a cotangent."""
         joint = self.differentiate(outputs, is_composed=self.is_nested)
         places = [list(outputs).index(_seeded(joint, index)) for index in range(len(joint.cotangents))]
-        with nullcontext() if self.is_nested else torch.no_grad():
-            return DirectRun(joint, self.bind(joint)), places
+        return DirectRun(joint, self.bind(joint), self.is_nested), places
 
     def differentiate(self, outputs: Sequence[Value], is_composed: bool) -> Program:
         """The recorded Program with its backward pass from `outputs`."""
@@ -199,15 +197,13 @@ class _SecondOrder:
         self._seeded = [_seeded(second, index) for index in range(len(second.cotangents))]
         self._owner = {item.value: item.input for item in first.gradients if item.value is not None}
         seeds = [torch.ones(item.value.type.shape, dtype=item.value.type.dtype, device=item.value.type.device) for item in first.cotangents]
-        with nullcontext() if self.recorded.is_nested else torch.no_grad():
-            self._run = DirectRun(second, [*self.recorded.bind(second), *seeds])
+        self._run = DirectRun(second, [*self.recorded.bind(second), *seeds], self.recorded.is_nested)
 
     def product(self, vectors: list[torch.Tensor]) -> dict[Value, Any]:
         """The Hessian times `vectors`, one per leaf."""
         by_input = dict(zip(self.recorded.wanted, vectors, strict=True))
         cts = [by_input[self._owner[value]] for value in self._seeded]
-        with nullcontext() if self.recorded.is_nested else torch.no_grad():
-            return self._run.backward(cts)
+        return self._run.backward(cts)
 
 
 def _fresh(tensor: torch.Tensor, is_wanted: bool) -> torch.Tensor:

@@ -42,8 +42,7 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     whole = remove_unused(replace(backward_as_forward(joint, outputs), updates=()))
     tensors = [tensor for _, tensor in tensors_in((fresh_args, fresh_kwargs))]
     inputs = [_bind(item, captured, tensors, module) for item in whole.inputs]
-    with torch.no_grad():
-        found = dict(zip(outputs, DirectRun(whole, inputs).outputs, strict=True))
+    found = dict(zip(outputs, DirectRun(whole, inputs).outputs, strict=True))
     makers = {value: node for node in program.nodes for value in node.outputs if value is not None}
     return Trace(
         tuple(

@@ -24,7 +24,9 @@ def _fused(c: Call, ct: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     )
 
 
-def _convolve(x: torch.Tensor, weight: torch.Tensor, c: Call, output_padding: Sequence[int], is_transposed: bool):
+def _convolve(
+    x: torch.Tensor, weight: torch.Tensor, c: Call, output_padding: Sequence[int], is_transposed: bool
+) -> torch.Tensor:
     return aten.convolution(x, weight, None, c.stride, c.padding, c.dilation, is_transposed, output_padding, c.groups)
 
 

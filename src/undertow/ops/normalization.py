@@ -17,21 +17,30 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from undertow.ops.registry import Call, Case, Op, Sampler, case, composed_joint, fused_joint, register
+from undertow.ops.registry import (
+    Call,
+    Case,
+    Op,
+    Sampler,
+    case,
+    composed,
+    composed_joint,
+    find_op,
+    fused_joint,
+    register,
+)
 
 aten = torch.ops.aten
 
 
-def _standardized(x: torch.Tensor, dims: Sequence[int], eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _standardized(x: torch.Tensor, dims: list[int], eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x^ and r over `dims`."""
     centered = x - x.mean(dims, keepdim=True)
     scale = ((centered * centered).mean(dims, keepdim=True) + eps).rsqrt()
     return centered * scale, scale
 
 
-def _ct_through_statistics(
-    g: torch.Tensor, normal: torch.Tensor, scale: torch.Tensor, dims: Sequence[int]
-) -> torch.Tensor:
+def _ct_through_statistics(g: torch.Tensor, normal: torch.Tensor, scale: torch.Tensor, dims: list[int]) -> torch.Tensor:
     projection = normal * (g * normal).mean(dims, keepdim=True)
     return scale * (g - g.mean(dims, keepdim=True) - projection)
 
@@ -128,10 +137,10 @@ def _group_norm(
         return _NO_CONTRIBUTION
     grouped, per_group = (c.N, c.group, c.C // c.group, c.HxW), (c.N, c.group, 1, 1)
     num_elements = c.C // c.group * c.HxW
-    normal, scale = _standardized(c.input.reshape(grouped), (2, 3), c.eps)
+    normal, scale = _standardized(c.input.reshape(grouped), [2, 3], c.eps)
     ct = ct.reshape(grouped)
     g = ct if c.weight is None else ct * c.weight.view(1, c.group, -1, 1)
-    ct_x = _ct_through_statistics(g, normal, scale, (2, 3))
+    ct_x = _ct_through_statistics(g, normal, scale, [2, 3])
     if ct_mean is not None:
         ct_x = ct_x + ct_mean.reshape(per_group) / num_elements
     if ct_scale is not None:
@@ -317,6 +326,38 @@ register(
             case(draw(3, 4), draw(3, 1)),
             case(draw(3, 4, 2), draw(3, 1, 1), 0),
             case(draw(3, 4), draw(1, 4), 1),
+        ],
+    )
+)
+
+
+# y = x m / (n + 1e-7) where the norm n of a slice exceeds the largest allowed, m; x elsewhere
+# ct_x = m / (n + 1e-7) (ct_y - dn/dx sum(ct_y x) / (n + 1e-7))        with dn/dx by the norm's own rule
+def _renorm(c: Call, ct: torch.Tensor) -> torch.Tensor:
+    dims = [dim for dim in range(c.self.dim()) if dim != c.dim % c.self.dim()]
+    # Eager sums in the wider of the two types that the device has for it.
+    is_wide = c.self.dtype == torch.float64 or (c.self.dtype == torch.float32 and ct.device.type == "cpu")
+    dtype = torch.float64 if is_wide else torch.float32
+    norm_of = aten.linalg_vector_norm.default
+    norm = norm_of(c.self, c.p, dims, True, dtype=dtype)
+    along = (c.self * ct).sum(dims, keepdim=True, dtype=dtype)
+    norm_rule = find_op(norm_of)
+    assert norm_rule is not None
+    norm_call = Call(norm_of, (c.self, c.p, dims, True), {"dtype": dtype}, (norm,), {"self"})
+    through_norm = norm_rule.exact_vjp.cotangents(norm_call, (along,))["self"]
+    inverse = (norm + 1e-7).reciprocal()
+    shrunk = c.maxnorm * inverse * (ct - inverse * through_norm)
+    return torch.where(norm > c.maxnorm, shrunk.to(ct.dtype), ct)
+
+
+register(
+    Op(
+        aten.renorm.default,
+        vjps=(composed(self=_renorm),),
+        samples=lambda draw: [
+            case(draw(3, 4), 2, 0, 1.5),
+            case(draw(3, 4, 2), 1, -1, 5.0),
+            case(draw(4, 3).t(), 3.0, 1, 1.0),
         ],
     )
 )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from undertow.ir import operation_name
+from undertow.ops.modes import with_autograd
 from undertow.ops.own import default_generator
 from undertow.ops.schema import flatten_outputs
 
@@ -28,15 +29,15 @@ class CustomFunction:
     returns_tuple = True
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
-        leaves = [
-            arg.detach().requires_grad_(needs) if isinstance(arg, torch.Tensor) else arg
-            for arg, needs in zip(args, self.requires_grad, strict=True)
-        ]
-        with torch.set_grad_enabled(any(self.requires_grad)):
+        with with_autograd(), torch.set_grad_enabled(any(self.requires_grad)):
+            leaves = [
+                arg.detach().requires_grad_(needs) if isinstance(arg, torch.Tensor) else arg
+                for arg, needs in zip(args, self.requires_grad, strict=True)
+            ]
             # A Function may write into its argument (mark_dirty), which autograd forbids for a leaf.
             passed = [leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             outputs = flatten_outputs(OriginalApply(self.function, *passed))
-        detached = [None if output is None else output.detach() for output in outputs]
+            detached = [None if output is None else output.detach() for output in outputs]
         return (*detached, FunctionContext(leaves, outputs)) if any(self.requires_grad) else tuple(detached)
 
     def __str__(self) -> str:
@@ -60,7 +61,8 @@ class CustomFunctionBackward:
     returns_tuple = True
 
     def __call__(self, context: FunctionContext, *cts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        return _pull_back(context.outputs, [context.leaves[position] for position in self.wanted], cts)
+        with with_autograd():
+            return _pull_back(context.outputs, [context.leaves[position] for position in self.wanted], cts)
 
     def __str__(self) -> str:
         return f"{self.forward}.backward"
@@ -81,14 +83,14 @@ class ThroughAutograd:
         self, args: Any, kwargs_names: tuple[str, ...], kwargs_values: Any, cts: Any, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         leaves: list[torch.Tensor] = []
-        with torch.enable_grad():
+        with with_autograd():
             leaf_args = self._make_leaves(args, leaves)
             leaf_kwargs = dict(zip(kwargs_names, self._make_leaves(kwargs_values, leaves), strict=True))
             if state is None:
                 outputs = flatten_outputs(self.target(*leaf_args, **leaf_kwargs))
             else:
                 outputs = self._run_under(state, leaf_args, leaf_kwargs, leaves)
-        return _pull_back(outputs, [leaves[position] for position in self.wanted], cts)
+            return _pull_back(outputs, [leaves[position] for position in self.wanted], cts)
 
     def _make_leaves(self, arguments: Any, leaves: list[torch.Tensor]) -> Any:
         if isinstance(arguments, torch.Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._ops import OpOverload
 
 from undertow.ops.registry import Call, Op, composed, fused, kink, register
 
@@ -41,14 +42,18 @@ register(
 
 
 # Draws that overwrite a tensor; see `sampling.py`.
-for _target, _bounds in ((aten.random.to, (7,)), (getattr(aten.random, "from"), (2, 7))):
+def _register_overwriting(target: OpOverload, *bounds: int) -> None:
     register(
         Op(
-            _target,
+            target,
             vjps=(composed(self=lambda c, ct: torch.zeros_like(ct)),),
-            samples=lambda draw, bounds=_bounds: [kink(draw(3, 4), *bounds)],
+            samples=lambda draw: [kink(draw(3, 4), *bounds)],
         )
     )
+
+
+_register_overwriting(aten.random.to, 7)
+_register_overwriting(getattr(aten.random, "from"), 2, 7)
 
 register(
     Op(

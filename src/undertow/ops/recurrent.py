@@ -236,7 +236,7 @@ def _cudnn_kernel(
 def _cudnn_samples(draw: Sampler) -> list[Case]:
     weights = [draw(*shape) for shape in ((16, 3), (16, 4), (16,), (16,))]
     states = [draw(1, 2, 4) for _ in range(2)]
-    layer = (_LSTM_MODE, 4, 0, 1, False, 0.0, True, False, [], None)
+    layer: tuple[object, ...] = (_LSTM_MODE, 4, 0, 1, False, 0.0, True, False, [], None)
     return [case(draw(5, 2, 3), weights, 4, None, *states, *layer)]
 
 

@@ -50,7 +50,9 @@ def _nearest(offset: float) -> Callable[..., torch.Tensor]:
     return matrix
 
 
-def _source(out_length: int, length: int, like: torch.Tensor, factor: float | None, align_corners: bool):
+def _source(
+    out_length: int, length: int, like: torch.Tensor, factor: float | None, align_corners: bool
+) -> torch.Tensor:
     index = _places(out_length, like)
     if align_corners:
         return index * ((length - 1) / (out_length - 1) if out_length > 1 else 0.0)

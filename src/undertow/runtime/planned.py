@@ -142,12 +142,10 @@ class Runner:
         for place, value in enumerate(step.program.outputs):
             if value in step.input_index:
                 outputs[place] = inputs[step.input_index[value]]
-            elif isinstance(outputs[place], torch.Tensor) and outputs[place]._is_view():
-                outputs[place] = outputs[place].data  # for autograd a tensor of its own: the user may write into it
         if needs_gradient:
             for place, old in kept.items():
                 inputs[place] = old
-            exposed = [outputs[place].detach() for place in variant.differentiable] if step.exposed_slots else []
+            exposed = [output.detach() for output in outputs] if step.exposed_slots else []
             run = Run(
                 step=step,
                 step_for=variant.step_for,

@@ -21,6 +21,7 @@ from undertow.errors import UndertowError
 from undertow.ir import Program, Value
 from undertow.ops.interpret import generators_of
 from undertow.ops.lifetimes import find_lifetimes
+from undertow.ops.modes import below_autograd
 from undertow.ops.own import GUARDS, Mutating
 from undertow.runtime.code import Segment, StepCode, compile_program
 
@@ -47,9 +48,10 @@ class Step:
     def run_forward(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Outputs and slots. Updates reach the user's tensors only when the whole pass has succeeded."""
         slots: list[Any] = [None] * len(self.code.slots)
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with below_autograd():
             results = list(self.code.forward(inputs, slots))
-            num_outputs = len(self.program.outputs)
+        num_outputs = len(self.program.outputs)
+        with torch.no_grad():
             for position, new in zip(self.update_inputs, results[num_outputs:], strict=True):
                 inputs[position].copy_(new)
         return results[:num_outputs], slots
@@ -122,7 +124,8 @@ class Run:
         for generator, state in zip(step.generators, self.states, strict=True):
             generator.set_state(state)
         slots: list[Any] = [None] * len(step.code.slots)
-        step.code.forward(self.inputs, slots)
+        with torch.enable_grad():
+            step.code.forward(self.inputs, slots)
         for generator, state in zip(step.generators, before, strict=True):
             generator.set_state(state)
         return slots
@@ -158,7 +161,7 @@ class _SegmentNode(torch.autograd.Function):
                 "create_graph=True through a planned module is not supported; use ut.hvp or ut.hessian, "
                 "or call the original module for this step"
             )
-        with torch._C._DisableAutocast():
+        with below_autograd():
             if ctx.index == 0:
                 ctx.run.start_backward(cts)
             gradients = ctx.run.gradients_of_segment(ctx.index)
