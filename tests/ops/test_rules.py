@@ -162,7 +162,10 @@ class Example:
 
     def found(self, vjp: Vjp, cts: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The rule's gradients of the leaves, summed and cast as autograd's engine does."""
-        by_name = vjp.cotangents(self.call(), cts)
+        return self.pick(vjp.cotangents(self.call(), cts))
+
+    def pick(self, by_name: dict[str, Any]) -> list[torch.Tensor | None]:
+        """The cotangents of the leaves, out of those of the arguments."""
         grads = []
         for name in self.wanted:
             tensors = flatten(self.bound[name])
@@ -260,36 +263,37 @@ def test_first_formulation_has_the_bits_of_eager(op: Op, precision: str) -> None
 
 
 def largest(tensor: torch.Tensor) -> float:
-    return float(tensor.nan_to_num(0, 0, 0).abs().max()) if tensor.numel() else 0.0
+    return float(tensor.detach().nan_to_num(0, 0, 0).abs().max()) if tensor.numel() else 0.0
+
+
+def assert_close(op: Op, found: torch.Tensor, expected: torch.Tensor, rounded: list[torch.Tensor], where: str) -> None:
+    """Compare up to rounding, whose size the same computations in lower precision show.
+
+    Rounding errors are proportional to the unit roundoff. The tolerance is 8 times the larger error seen in `rounded`,
+    scaled, because what is seen in a few elements may be smaller by luck, and 8 covers 3 bits of luck; and 8 ulp, for
+    results that happened to be exact in lower precision.
+    """
+    unit, rounded_unit = (torch.finfo(t.dtype).eps for t in (expected, rounded[0]))
+    errors = [largest(r.double() - expected) for r in rounded]
+    tolerance = 8 * max(errors) * unit / rounded_unit
+    tolerance += (8 * unit + EAGER_ERROR.get(op.target, 0)) * largest(expected)
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=tolerance, equal_nan=True, msg=lambda message: f"{where}: {message}"
+    )
 
 
 @pytest.mark.parametrize(("op", "vjp"), FORMULATIONS)
 def test_every_formulation_agrees_with_autograd(op: Op, vjp: Vjp) -> None:
-    """Rounding errors are proportional to the unit roundoff, so float32 shows how large they are in float64.
-
-    The tolerance is 8 times the larger of the two float32 errors, scaled: an error seen in one element of a few may be
-    smaller by luck than it is in another, and 8 covers what 3 bits of luck hide.
-    """
     for (case, exact), (_, rough) in zip(examples(op, "float64"), examples(op, "float32"), strict=True):
         for chosen in choices(exact):
             cts = exact.cotangents("like", chosen)
             low = [None if ct is None else ct.to(out.dtype) for ct, out in zip(cts, rough.outputs, strict=True)]
-            grads = zip(exact.found(vjp, cts), exact.expected(cts), rough.found(vjp, low), rough.expected(low), strict=True)
-            for found, expected, *rounded in grads:
+            grads = exact.found(vjp, cts), exact.expected(cts), rough.found(vjp, low), rough.expected(low)
+            for found, expected, *rounded in zip(*grads, strict=True):
                 if expected is None:
                     assert found is None or not found.any(), f"{case}: {found} where autograd has no gradient"
-                    continue
-                scale, *errors = (largest(t) for t in (expected, *(r.double() - expected for r in rounded)))
-                unit, rounded_unit = (torch.finfo(t.dtype).eps for t in (expected, rounded[0]))
-                tolerance = 8 * max(errors) * unit / rounded_unit + (8 * unit + EAGER_ERROR.get(op.target, 0)) * scale
-                torch.testing.assert_close(
-                    found,
-                    expected,
-                    rtol=0,
-                    atol=tolerance,
-                    equal_nan=True,
-                    msg=lambda message, case=case: f"{case}: {message}",
-                )
+                else:
+                    assert_close(op, found, expected, rounded, str(case))
 
 
 @pytest.mark.parametrize(("op", "vjp"), FORMULATIONS)
@@ -327,6 +331,48 @@ def test_every_formulation_agrees_with_finite_differences(op: Op, vjp: Vjp) -> N
         assert abs(slope - (4 * fine - coarse) / 3) <= tolerance, f"{case}: {slope} instead of {fine}, +- {tolerance}"
 
 
+def second_order(example: Example, vjp: Vjp | None, cts: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """How the gradients along a random direction depend on arguments and cotangents.
+
+    PyTorch differentiates either the formulas of `vjp` or, without one, its own backward pass.
+    """
+    pairs = [(out, ct.requires_grad_()) for out, ct in zip(example.outputs, cts, strict=True) if ct is not None]
+    if vjp is None:
+        outs, present = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(outs, example.leaves, present, create_graph=True, allow_unused=True)
+    else:
+        arguments = [example.bound[argument.name] for argument in example.op.target._schema.arguments]
+        call = Call(example.op.target, arguments, {}, example.outputs, set(example.wanted))
+        grads = example.pick(vjp.cotangents(call, cts))
+    generator = torch.Generator().manual_seed(3)
+    directions = [torch.randn(leaf.shape, generator=generator, dtype=torch.float64) for leaf in example.leaves]
+    moving = [(g, d.to(g.dtype)) for g, d in zip(grads, directions, strict=True) if g is not None and g.requires_grad]
+    variables = [*example.leaves, *(ct for _, ct in pairs)]
+    if not moving:
+        return [torch.zeros_like(variable) for variable in variables]
+    outs, weights = zip(*moving, strict=True)
+    return list(
+        torch.autograd.grad(outs, variables, weights, allow_unused=True, materialize_grads=True, retain_graph=True)
+    )
+
+
+@pytest.mark.parametrize("op", each(WITH_RULES))
+def test_second_derivative_of_the_composed_form_is_that_of_autograd(op: Op) -> None:
+    if op.target in WRITTEN_THROUGH:
+        pytest.skip("PyTorch cannot differentiate the functional form of a write through a view twice")
+    for case in filter(lambda case: case.is_smooth, samples(op)):
+        names = differentiable_arguments(op, case)
+        exact, rough = (Example(op, case, precision, names) for precision in ("float64", "float32"))
+        runs = [(example, example.cotangents("like", tuple(example.differentiable))) for example in (exact, rough)]
+        try:
+            expected = [second_order(example, None, cts) for example, cts in runs]
+        except RuntimeError as error:
+            pytest.skip(f"PyTorch has no second derivative: {error}")
+        found = [second_order(example, op.composed_vjp, cts) for example, cts in runs]
+        for exactly, *others in zip(found[0], expected[0], found[1], expected[1], strict=True):
+            assert_close(op, exactly, others[0], others[1:], str(case))
+
+
 @pytest.mark.parametrize(("op", "vjp"), FORMULATIONS)
 def test_formulas_run_without_data(op: Op, vjp: Vjp) -> None:
     """On FakeTensors a formula gives the shapes, strides and dtypes that it gives on tensors."""
@@ -339,7 +385,9 @@ def test_formulas_run_without_data(op: Op, vjp: Vjp) -> None:
             fake = lambda t: mode.from_tensor(t, static_shapes=True)  # noqa: E731
             arguments = {name: map_tensors(item, fake) for name, item in example.plain.items()}
             outputs = map_tensors(call.outs, fake)
-            by_name = vjp.cotangents(Call(op.target, [], arguments, outputs, set(example.wanted)), map_tensors(cts, fake))
+            by_name = vjp.cotangents(
+                Call(op.target, [], arguments, outputs, set(example.wanted)), map_tensors(cts, fake)
+            )
             fakes = [t for name in example.wanted for t in flatten(by_name.get(name))]
         for found, expected in zip(fakes, real, strict=True):
             assert (found is None) == (expected is None)

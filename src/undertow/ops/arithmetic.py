@@ -253,7 +253,10 @@ register(
     Op(
         aten.xlogy.Tensor,
         (composed(self=_xlogy_self, other=_xlogy_other),),
-        lambda draw: [*positive_pairs(draw), kink(torch.tensor([0.0, 0.0]).double(), torch.tensor([0.0, 2.0]).double())],
+        lambda draw: [
+            *positive_pairs(draw),
+            kink(torch.tensor([0.0, 0.0]).double(), torch.tensor([0.0, 2.0]).double()),
+        ],
     )
 )
 register(
@@ -276,7 +279,11 @@ register(
 def _moduli(draw: Sampler) -> list[Case]:
     quotient = draw.integers(4, 3, 4) + draw.uniform(0.3, 0.7, 3, 4)
     divisor = draw.uniform(0.9, 1.1, 3, 4)
-    return [case(quotient * divisor, divisor), case((quotient * divisor).t(), divisor.t()), case(-quotient, draw() / 99 + 1)]
+    return [
+        case(quotient * divisor, divisor),
+        case((quotient * divisor).t(), divisor.t()),
+        case(-quotient, draw() / 99 + 1),
+    ]
 
 
 for modulus, rounding in ((aten.fmod, "trunc"), (aten.remainder, "floor")):

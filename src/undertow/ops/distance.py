@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from undertow.ops.registry import Call, Case, Op, Sampler, case, composed, fused, register
+from undertow.ops.registry import Call, Case, Op, Sampler, Vjp, case, composed, fused, register
 
 aten = torch.ops.aten
 
@@ -62,25 +62,41 @@ register(
 )
 
 
-# The Euclidean distance from |a|^2 + |b|^2 - 2 a b, for many rows        q = ct_y / y
-def _ct_per_distance(c: Call, ct: torch.Tensor) -> torch.Tensor:
-    return (ct / c.out).masked_fill(c.out == 0, 0)
-
-
-def _ct_euclidean_left(c: Call, ct: torch.Tensor) -> torch.Tensor:
-    ratio = _ct_per_distance(c, ct)
+# The Euclidean distance from |a|^2 + |b|^2 - 2 a b, for many rows, with q = ct_y / y:
+# ct_a = a sum_j q - q b        ct_b = b sum_i q - q^T a
+def _ct_euclidean_left(c: Call, ratio: torch.Tensor) -> torch.Tensor:
     return c.x1 * ratio.sum(-1, keepdim=True) - ratio.matmul(c.x2)
 
 
-def _ct_euclidean_right(c: Call, ct: torch.Tensor) -> torch.Tensor:
-    ratio = _ct_per_distance(c, ct)
+def _ct_euclidean_right(c: Call, ratio: torch.Tensor) -> torch.Tensor:
     return c.x2 * ratio.sum(-2).unsqueeze(-1) - ratio.mT.matmul(c.x1)
 
+
+# Filled in place, the ratio keeps the cotangent's layout, on which the bits of the products depend.
+def _ratio_in_place(c: Call, ct: torch.Tensor) -> torch.Tensor:
+    return (ct / c.out).masked_fill_(c.out == 0, 0)
+
+
+def _ratio(c: Call, ct: torch.Tensor) -> torch.Tensor:
+    is_zero = c.out == 0
+    return (ct / torch.where(is_zero, 1.0, c.out)).masked_fill(is_zero, 0)
+
+
+_IN_PLACE = {
+    "x1": lambda c, ct: _ct_euclidean_left(c, _ratio_in_place(c, ct)),
+    "x2": lambda c, ct: _ct_euclidean_right(c, _ratio_in_place(c, ct)),
+}
 
 register(
     Op(
         aten._euclidean_dist.default,
-        vjps=(composed(x1=_ct_euclidean_left, x2=_ct_euclidean_right),),
+        vjps=(
+            Vjp("in place", _IN_PLACE, is_composed=False),
+            composed(
+                x1=lambda c, ct: _ct_euclidean_left(c, _ratio(c, ct)),
+                x2=lambda c, ct: _ct_euclidean_right(c, _ratio(c, ct)),
+            ),
+        ),
         samples=lambda draw: [case(draw(3, 4), draw(5, 4)), case(draw(2, 3, 4), draw(2, 5, 4))],
     )
 )

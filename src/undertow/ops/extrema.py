@@ -70,7 +70,11 @@ register(
     Op(
         aten.sort.stable,
         (composed(self=_put_all_back),),
-        lambda draw: [case(draw.distinct(3, 5), stable=True), case(draw.distinct(5, 3).t(), stable=True, dim=0), kink(TIES, stable=True)],
+        lambda draw: [
+            case(draw.distinct(3, 5), stable=True),
+            case(draw.distinct(5, 3).t(), stable=True, dim=0),
+            kink(TIES, stable=True),
+        ],
     )
 )
 

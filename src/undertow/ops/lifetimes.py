@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from torch._ops import OpOverload
 
-from undertow.ir import Program, TensorType, Value
+from undertow.ir import KeptValue, Plan, Program, TensorType, Value
+from undertow.ops.opaque import ThroughAutograd
 from undertow.ops.own import Mutating, is_view
 from undertow.ops.schema import schema_of
 
@@ -87,3 +88,30 @@ def is_dense(value: Value) -> bool:
     """Whether each element of the value has memory of its own and no gaps lie between."""
     kind = value.type
     return isinstance(kind, TensorType) and kind.num_bytes == kind.num_elements * kind.dtype.itemsize
+
+
+def kept_values(program: Program, lifetimes: Lifetimes) -> tuple[KeptValue, ...]:
+    """What the backward pass reads of the forward pass, each storage once, inputs of the Program left out."""
+    makers = {value: node for node in program.forward_nodes for value in node.outputs if value is not None}
+    names = {value.name: node for value, node in makers.items()}
+    askers: dict[Value, dict[str, None]] = {}
+    for node in program.backward_nodes:
+        asker = names.get(node.origin.derived_from)
+        for value in node.inputs:
+            root = lifetimes.root[value]
+            if root in makers and value in makers:
+                askers.setdefault(root, {})[asker.name if asker is not None else node.name] = None
+    return tuple(
+        KeptValue(root, root.type.num_bytes, makers[root], tuple(found)) for root, found in askers.items()
+    )
+
+
+def make_plan(program: Program) -> Plan:
+    """The Program with its memory: what is alive when, what is kept and for whom."""
+    lifetimes = find_lifetimes(program)
+    return Plan(
+        program=program,
+        live_bytes=tuple(live_bytes(program, lifetimes)),
+        kept=kept_values(program, lifetimes),
+        without_rule=tuple(node for node in program.backward_nodes if isinstance(node.target, ThroughAutograd)),
+    )

@@ -63,7 +63,8 @@ register(
         aten._log_softmax.default,
         # y = log softmax(x)        ct_x = ct_y - exp(y) sum(ct_y)
         vjps=(
-            fused(self=lambda c, ct: aten._log_softmax_backward_data(ct, c.out, c.dim, c.self.dtype)),
+            # Contiguous already; FakeTensors say otherwise.
+            fused(self=lambda c, ct: aten._log_softmax_backward_data(ct, c.out, c.dim, c.self.dtype).contiguous()),
             composed(self=lambda c, ct: ct - c.out.exp() * ct.sum(c.dim, keepdim=True)),
         ),
         samples=lambda draw: [

@@ -157,7 +157,11 @@ register(
     Op(
         aten.constant_pad_nd.default,
         (composed(self=lambda c, ct: aten.constant_pad_nd(ct, [-margin for margin in c.pad])),),
-        lambda draw: [case(draw(3, 4), [1, 2]), case(draw(2, 4, 3).transpose(1, 2), [-1, 2, 1, 0], 0.5), case(draw(3), [0, 0])],
+        lambda draw: [
+            case(draw(3, 4), [1, 2]),
+            case(draw(2, 4, 3).transpose(1, 2), [-1, 2, 1, 0], 0.5),
+            case(draw(3), [0, 0]),
+        ],
     )
 )
 
@@ -210,6 +214,7 @@ for num_dims in (1, 2, 3):
                 _padded(num_dims),
             )
         )
+
 
 # y = x with a part replaced by s        ct_x = ct with zeros there        ct_s = that part of ct
 # In a Program these stand for a write through a view, `x[:, 1] = s`. Eager lays the cotangent of such a write out like x

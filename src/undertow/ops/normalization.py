@@ -53,10 +53,16 @@ _AFFINE = ("input", "weight", "bias")
 _NO_CONTRIBUTION = dict.fromkeys(_AFFINE)
 
 
+# The kernels return these layouts whatever that of the cotangent; on FakeTensors they say otherwise.
+def _laid_out(ct_x: torch.Tensor | None, layout: torch.memory_format) -> torch.Tensor | None:
+    return None if ct_x is None else ct_x.contiguous(memory_format=layout)
+
+
 def _layer_norm_kernel(c: Call, ct: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
-    return aten.native_layer_norm_backward(
+    ct_x, ct_weight, ct_bias = aten.native_layer_norm_backward(
         *(ct, c.input, c.normalized_shape, c.outs[1], c.outs[2], c.weight, c.bias), _wanted(c, _AFFINE)
     )
+    return _laid_out(ct_x, torch.contiguous_format), ct_weight, ct_bias
 
 
 def _layer_norm(c: Call, ct: torch.Tensor, *_: None) -> dict[str, torch.Tensor]:
@@ -171,9 +177,12 @@ def _is_training(c: Call) -> bool:
 
 def _batch_norm_kernel(c: Call, ct: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
     running = (None, None) if _is_training(c) else (c.running_mean, c.running_var)
-    return aten.native_batch_norm_backward(
+    ct_x, ct_weight, ct_bias = aten.native_batch_norm_backward(
         *(ct, c.input, c.weight, *running, c.outs[1], c.outs[2], _is_training(c), _epsilon(c), _wanted(c, _AFFINE))
     )
+    if ct.device.type == "cpu":
+        ct_x = _laid_out(ct_x, suggest_memory_format(c.input))
+    return ct_x, ct_weight, ct_bias
 
 
 def _epsilon(c: Call) -> float:

@@ -61,7 +61,7 @@ register(
         vjps=(
             composed(
                 self=lambda c, ct: torch.zeros_like(ct),
-                p=lambda c, ct: torch.zeros_like(c.p),
+                p=lambda c, ct: torch.zeros(c.p.shape, dtype=c.p.dtype, device=c.p.device),
             ),
         ),
         samples=lambda draw: [kink(draw(3, 4), draw.uniform(0, 1, 3, 4))],
@@ -77,21 +77,21 @@ def _noise(c: Call) -> torch.Tensor:
 
 def _ct_randomized_relu(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
     if c.training:
-        return ct * _noise(c)
+        return _noise(c) * ct
     return torch.where(c.self > 0, ct, ct * ((c.lower + c.upper) / 2))
+
+
+# The backward kernel is the product in training and that of the leaky ReLU otherwise.
+def _ct_randomized_relu_kernel(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
+    if c.training:
+        return _noise(c) * ct
+    return aten.leaky_relu_backward(ct, c.self, (c.lower + c.upper) / 2, False)
 
 
 register(
     Op(
         aten.rrelu_with_noise.default,
-        vjps=(
-            fused(
-                self=lambda c, ct, *_: aten.rrelu_with_noise_backward(
-                    ct, c.self, _noise(c), c.lower, c.upper, c.training, False
-                )
-            ),
-            composed(self=_ct_randomized_relu),
-        ),
+        vjps=(fused(self=_ct_randomized_relu_kernel), composed(self=_ct_randomized_relu)),
         samples=lambda draw: [
             kink(draw.distinct(3, 4), torch.zeros(3, 4, dtype=torch.float64), 0.1, 0.3, True),
             kink(draw.distinct(3, 4), torch.zeros(3, 4, dtype=torch.float64)),

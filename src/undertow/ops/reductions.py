@@ -184,7 +184,11 @@ register(
             Vjp("quotient", {"self": _prod_all}, is_composed=False),
             composed(self=_prod_all_without_division),
         ),
-        lambda draw: [*over_all(draw), *(case(_with_zeros(n)) for n in (1, 2)), kink(draw(3).float(), dtype=torch.float64)],
+        lambda draw: [
+            *over_all(draw),
+            *(case(_with_zeros(n)) for n in (1, 2)),
+            kink(draw(3).float(), dtype=torch.float64),
+        ],
     )
 )
 register(
@@ -335,7 +339,11 @@ register(
         aten.dist.default,
         # y = |x - z|_p
         (composed(self=_dist, other=_negated_dist),),
-        lambda draw: [case(draw(3, 4), draw(3, 4)), case(draw(3, 4), draw(4), 3), case(draw(4, 3).t(), draw(3, 4), 1.5)],
+        lambda draw: [
+            case(draw(3, 4), draw(3, 4)),
+            case(draw(3, 4), draw(4), 3),
+            case(draw(4, 3).t(), draw(3, 4), 1.5),
+        ],
     )
 )
 

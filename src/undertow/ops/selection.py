@@ -66,9 +66,7 @@ for ignoring_nan, wins in ((aten.fmax, torch.ge), (aten.fmin, torch.le)):
                     self=lambda c, ct, wins=wins: ct.masked_fill(
                         (wins(c.self, c.other).logical_or(c.other.isnan())).logical_not(), 0
                     ),
-                    other=lambda c, ct, wins=wins: ct.masked_fill(
-                        wins(c.self, c.other).logical_or(c.other.isnan()), 0
-                    ),
+                    other=lambda c, ct, wins=wins: ct.masked_fill(wins(c.self, c.other).logical_or(c.other.isnan()), 0),
                 ),
             ),
             distinct_pairs,

@@ -70,7 +70,11 @@ def _permute(c: Call, ct: Tensor) -> Tensor:
 
 
 register(
-    Op(aten.permute.default, (composed(self=_permute),), lambda draw: [case(draw(2, 3, 4), [2, 0, -2]), case(draw(), [])])
+    Op(
+        aten.permute.default,
+        (composed(self=_permute),),
+        lambda draw: [case(draw(2, 3, 4), [2, 0, -2]), case(draw(), [])],
+    )
 )
 register(
     Op(

@@ -11,12 +11,13 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 
 from undertow.errors import CaptureError, TooManyOutcomes
-from undertow.ir import InputKind, Program
+from undertow.ir import InputKind, Plan, Program
 from undertow.ir.structure import ATOMS, fill_slots, structure_key, tensors_in
 from undertow.ops.own import GuardMiss
 from undertow.runtime.step import Pattern, Run, Step, attach_backward
@@ -79,6 +80,13 @@ class Runner:
         self._capture = capture
         self._differentiate = differentiate
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
+        self._last: Variant | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the step that was last captured or run."""
+        assert self._last is not None
+        return self._last.step().plan
 
     def variant_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The variant that was last used for such a call; captured now if there is none."""
@@ -105,6 +113,7 @@ class Runner:
             if variants[-1] is not variant:
                 variants.remove(variant)
                 variants.append(variant)
+            self._last = variant
             return result
 
     def _lookup(self, args: Any, kwargs: Any) -> list[Variant]:
@@ -124,8 +133,9 @@ class Runner:
                 f"make the branch part of the computation (torch.where), move it out of the model, "
                 f"or leave this part of the model unplanned"
             )
-        variants.append(Variant(captured, self._differentiate))
-        return variants[-1]
+        self._last = Variant(captured, self._differentiate)
+        variants.append(self._last)
+        return self._last
 
     def _run(self, variant: Variant, tensors: list[torch.Tensor]) -> Any:
         step = variant.step()
@@ -213,8 +223,7 @@ def _sharing(args: Any, kwargs: Any) -> tuple[int, ...]:
 def make_planned(model: torch.nn.Module, make_runner: Callable[[torch.nn.Module, Callable[..., Any]], Runner]) -> Any:
     """A module that runs `model` through a Runner."""
     kind = type(model)
-    original = model.__dict__.get("forward", functools.partial(kind.forward, model))
-    functools.update_wrapper(original, kind.forward) if isinstance(original, functools.partial) else None
+    original = model.__dict__.get("forward", MethodType(kind.forward, model))
     runner = make_runner(model, original)
 
     @functools.wraps(kind.forward)
@@ -235,6 +244,7 @@ def make_planned(model: torch.nn.Module, make_runner: Callable[[torch.nn.Module,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
         "undertow_runner": runner,
+        "plan": property(lambda self: runner.plan),
     }
     planned = object.__new__(type(kind.__name__, (kind,), namespace))
     planned.__dict__ = model.__dict__

@@ -20,7 +20,7 @@ import torch
 from undertow.errors import UndertowError
 from undertow.ir import Program, Value
 from undertow.ops.interpret import generators_of
-from undertow.ops.lifetimes import find_lifetimes
+from undertow.ops.lifetimes import find_lifetimes, make_plan
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import GUARDS, Mutating
 from undertow.runtime.code import Segment, StepCode, compile_program
@@ -40,6 +40,7 @@ class Step:
         self.input_index = {item.value: position for position, item in enumerate(program.inputs)}
         self.update_inputs = [self.input_index[update.input] for update in program.updates]
         self.replayed_updates = self._find_replayed_updates()
+        self.plan = make_plan(program)
         roots = find_lifetimes(program).root
         exposed = {roots[value] for value in program.outputs}
         # Slots whose memory the user can reach through an output, and could overwrite before the backward pass.

@@ -1,0 +1,24 @@
+"""Families of `transformers` at small random size: bits of training steps as eager has them, dropout on."""
+
+import pytest
+import torch
+from exactness import assert_same_steps
+from families import FAMILIES
+
+KINDS = {"float32": (torch.float32, None), "float64": (torch.float64, None), "autocast": (torch.float32, torch.bfloat16)}
+# Layer drop takes another way through the model at almost every step.
+NUM_STEPS = {"bart": 8}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_same_bits_as_eager(name, kind):
+    dtype, autocast = KINDS[kind]
+    torch.manual_seed(0)
+    make, batch = FAMILIES[name]
+    model = make().train().to(dtype)
+    kwargs = {key: item.to(dtype) if item.is_floating_point() else item for key, item in batch.items()}
+    planned = assert_same_steps(
+        model, (), kwargs, lambda out: out.loss, num_steps=NUM_STEPS.get(name, 3), autocast=autocast
+    )
+    assert planned.plan.without_rule == ()
