@@ -71,6 +71,12 @@ def rebuild(tensor: torch.Tensor, dtypes: dict[torch.dtype, torch.dtype]) -> tor
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+def move(leaf: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """`leaf + by` in memory laid out like the leaf's; elements that share a place cannot move apart there."""
+    leaf = rebuild(leaf.detach(), {})
+    return leaf + by if 0 in leaf.stride() else leaf.add_(by)
+
+
 def invoke(target: OpOverload, bound: dict[str, Any]) -> Any:
     """Call `target` with arguments by name, random draws starting from the same generator state every time."""
     arguments = target._schema.arguments
@@ -102,8 +108,13 @@ WRITTEN_THROUGH = {
     aten.as_strided_scatter.default: write(aten.as_strided.default),
 }
 
-# Relative errors of eager's own derivatives in float64: the kernel's 1/6 is rounded to float32.
-EAGER_ERROR = {aten.hardsigmoid.default: 2.0**-24}
+# Relative errors of eager's own derivatives in float64, by order. The kernel of hardsigmoid holds 1/6 in float32. The
+# second derivative of binary cross entropy has e = 1e-12 added to x and to 1 - x, which are above 1/10 in the samples:
+# its denominator x^2 (1 - x)^2 is off by 2 e (1/x + 1/(1 - x)) < 40 e.
+EAGER_ERROR = {(aten.hardsigmoid.default, 1): 2.0**-24, (aten.binary_cross_entropy.default, 2): 40e-12}
+
+# Eager holds the norm constant when it differentiates a second time (torch 2.13; finite differences disagree with it).
+WRONG_SECOND_DERIVATIVE = {aten._weight_norm_interface.default}
 
 
 def signature(target: OpOverload) -> list[tuple[str, str]]:
@@ -266,7 +277,9 @@ def largest(tensor: torch.Tensor) -> float:
     return float(tensor.detach().nan_to_num(0, 0, 0).abs().max()) if tensor.numel() else 0.0
 
 
-def assert_close(op: Op, found: torch.Tensor, expected: torch.Tensor, rounded: list[torch.Tensor], where: str) -> None:
+def assert_close(
+    found: torch.Tensor, expected: torch.Tensor, rounded: list[torch.Tensor], eager_error: float, where: str
+) -> None:
     """Compare up to rounding, whose size the same computations in lower precision show.
 
     Rounding errors are proportional to the unit roundoff. The tolerance is 8 times the larger error seen in `rounded`,
@@ -276,7 +289,7 @@ def assert_close(op: Op, found: torch.Tensor, expected: torch.Tensor, rounded: l
     unit, rounded_unit = (torch.finfo(t.dtype).eps for t in (expected, rounded[0]))
     errors = [largest(r.double() - expected) for r in rounded]
     tolerance = 8 * max(errors) * unit / rounded_unit
-    tolerance += (8 * unit + EAGER_ERROR.get(op.target, 0)) * largest(expected)
+    tolerance += (8 * unit + eager_error) * largest(expected)
     torch.testing.assert_close(
         found, expected, rtol=0, atol=tolerance, equal_nan=True, msg=lambda message: f"{where}: {message}"
     )
@@ -293,7 +306,7 @@ def test_every_formulation_agrees_with_autograd(op: Op, vjp: Vjp) -> None:
                 if expected is None:
                     assert found is None or not found.any(), f"{case}: {found} where autograd has no gradient"
                 else:
-                    assert_close(op, found, expected, rounded, str(case))
+                    assert_close(found, expected, rounded, EAGER_ERROR.get((op.target, 1), 0), str(case))
 
 
 @pytest.mark.parametrize(("op", "vjp"), FORMULATIONS)
@@ -312,9 +325,7 @@ def test_every_formulation_agrees_with_finite_differences(op: Op, vjp: Vjp) -> N
         directions = [torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype) * 2 - 1 for leaf in example.leaves]
 
         def value(step: float, example=example, cts=cts, directions=directions) -> float:
-            moved = iter(
-                [rebuild(leaf.detach(), {}).add_(step * d) for leaf, d in zip(example.leaves, directions, strict=True)]
-            )
+            moved = iter([move(leaf, step * d) for leaf, d in zip(example.leaves, directions, strict=True)])
             bound = dict(example.plain)
             for name in example.wanted:
                 bound[name] = map_tensors(bound[name], lambda t: next(moved) if is_float(t) else t)
@@ -327,7 +338,7 @@ def test_every_formulation_agrees_with_finite_differences(op: Op, vjp: Vjp) -> N
         sizes = [float((ct * out).abs().sum()) for ct, out in zip(cts, example.outputs, strict=True) if ct is not None]
         sizes += [float((g * leaf).abs().sum()) for g, leaf in zip(grads, example.leaves, strict=True) if g is not None]
         tolerance = abs(coarse - fine) + num_terms * EPS * sum(sizes) / (h / 2)
-        tolerance += EAGER_ERROR.get(op.target, 0) * sum(sizes)
+        tolerance += EAGER_ERROR.get((op.target, 1), 0) * sum(sizes)
         assert abs(slope - (4 * fine - coarse) / 3) <= tolerance, f"{case}: {slope} instead of {fine}, +- {tolerance}"
 
 
@@ -360,6 +371,8 @@ def second_order(example: Example, vjp: Vjp | None, cts: list[torch.Tensor | Non
 def test_second_derivative_of_the_composed_form_is_that_of_autograd(op: Op) -> None:
     if op.target in WRITTEN_THROUGH:
         pytest.skip("PyTorch cannot differentiate the functional form of a write through a view twice")
+    if op.target in WRONG_SECOND_DERIVATIVE:
+        pytest.skip("PyTorch's second derivative is wrong")
     for case in filter(lambda case: case.is_smooth, samples(op)):
         names = differentiable_arguments(op, case)
         exact, rough = (Example(op, case, precision, names) for precision in ("float64", "float32"))
@@ -370,7 +383,7 @@ def test_second_derivative_of_the_composed_form_is_that_of_autograd(op: Op) -> N
             pytest.skip(f"PyTorch has no second derivative: {error}")
         found = [second_order(example, op.composed_vjp, cts) for example, cts in runs]
         for exactly, *others in zip(found[0], expected[0], found[1], expected[1], strict=True):
-            assert_close(op, exactly, others[0], others[1:], str(case))
+            assert_close(exactly, others[0], others[1:], EAGER_ERROR.get((op.target, 2), 0), str(case))
 
 
 @pytest.mark.parametrize(("op", "vjp"), FORMULATIONS)

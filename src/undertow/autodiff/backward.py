@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.errors import MissingRule
@@ -171,8 +171,14 @@ class _Backward(Recorder):
         wanted = {name for name in vjp.arguments if any(value in self.active for value in values_in(bound[name]))}
         outs = [None if value is None else self.tensor(value) for value in node.outputs]
         call = Call(base, map_values(node.args, self.tensor), map_values_of(node.kwargs, self.tensor), outs, wanted)
-        found = vjp.cotangents(call, cts[: len(base._schema.returns)] if isinstance(target, Mutating) else cts)
+        try:
+            found = vjp.cotangents(call, cts[: len(base._schema.returns)] if isinstance(target, Mutating) else cts)
+        except DynamicOutputShapeException:  # a boolean mask selects how many elements only at run time
+            return self._pull_back_through_autograd(node, cts)
         return [(bound[name], found[name]) for name in vjp.arguments if name in wanted and name in found]
+
+    def run_for_shape(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        raise DynamicOutputShapeException(func)
 
     def _pull_back_function(self, node: Node, target: CustomFunction, cts: list[Any]) -> list[tuple[Any, Any]]:
         positions = tuple(
@@ -202,9 +208,13 @@ class _Backward(Recorder):
         state = self._generator_state(node) if is_random(node.target) else None
         target = ThroughAutograd(node.target, positions)
         args = (node.args, tuple(node.kwargs), tuple(node.kwargs.values()), values)
+        wanted = [inputs[index] for index in positions]
         with self.on_fakes():
-            fakes = target(*map_values(args, lambda value: self.tensor(value).fake), None)
-        return self._emit(target, (*args, state), [inputs[index] for index in positions], fakes)
+            try:
+                fakes = target(*map_values(args, lambda value: self.tensor(value).fake), None)
+            except (DynamicOutputShapeException, DataDependentOutputException):
+                fakes = [torch.empty(item.type.shape, dtype=item.type.dtype, device=item.type.device) for item in wanted]
+        return self._emit(target, (*args, state), wanted, fakes)
 
     def _emit(self, target: Any, args: Any, inputs: list[Value], fakes: Sequence[torch.Tensor]) -> list[tuple[Any, Any]]:
         values = self.emit(target, args, {}, fakes)

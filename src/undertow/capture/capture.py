@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from undertow.capture.functions import opaque_functions
 from undertow.capture.recorder import CaptureRecorder
 from undertow.capture.side_effects import AttributeWatch, PythonRandomness
 from undertow.errors import CaptureError
-from undertow.ir import InputKind, Program, Update, Value, check_program
+from undertow.ir import InputKind, Node, Program, Update, Value, check_program
 from undertow.ir.structure import Slot, replace_tensors, tensors_in
 from undertow.ops.cleaning import remove_unused
 
@@ -53,7 +53,7 @@ class Captured:
 def capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: Any = None) -> Captured:
     """Record `function(*args, **kwargs)`; `module` is the module whose parameters and buffers are inputs."""
     modules = dict(module.named_modules()) if module is not None else {}
-    _refuse_backward_hooks(modules)
+    _refuse_unrecordable(modules)
     randomness = PythonRandomness()
     captured = _capture(function, args, kwargs, modules)
     if randomness.was_drawn_from():
@@ -148,7 +148,7 @@ def _finish(
     inputs = tuple(recorder.inputs)
     program = Program(
         inputs=inputs,
-        nodes=tuple(recorder.nodes),
+        nodes=tuple(_without_false_detach(recorder, node) for node in recorder.nodes),
         outputs=tuple(outputs),
         updates=tuple(updates),
         differentiable=recorder.differentiable_values([item.value for item in inputs]),
@@ -161,6 +161,18 @@ def _finish(
     return Captured(program, skeleton, assignments, constants, arguments, tuple(recorder.outcomes))
 
 
+def _without_false_detach(recorder: CaptureRecorder, node: Node) -> Node:
+    """Autograd detaches what it saves and connects it again when it is read; factories detach what they make.
+
+    Such a tensor has a history, and the recorded detach is no end of it.
+    """
+    if node.target is not torch.ops.aten.detach.default or node.outputs[0] is None:
+        return node
+    tensor = recorder.tensors.get(node.outputs[0])
+    has_history = tensor is not None and tensor.grad_fn is not None
+    return replace(node, target=torch.ops.aten.alias.default) if has_history else node
+
+
 def _refuse_shared_updates(recorder: CaptureRecorder, updates: list[Update]) -> None:
     for update in updates:
         memory = recorder.reals[update.input].untyped_storage().data_ptr()
@@ -169,12 +181,14 @@ def _refuse_shared_updates(recorder: CaptureRecorder, updates: list[Update]) -> 
                 raise CaptureError(f"{update.input} is written in place and shares memory with {value}; clone one of them")
 
 
-def _refuse_backward_hooks(modules: dict[str, torch.nn.Module]) -> None:
+def _refuse_unrecordable(modules: dict[str, torch.nn.Module]) -> None:
     for path, module in modules.items():
         if path and (module._backward_hooks or module._backward_pre_hooks):
             raise CaptureError(
                 f"module {path} has a backward hook, which would not run in a planned step; "
                 f"hook a parameter instead, or remove it before planning"
             )
-
-
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(f"module {path or 'given'} is a TorchScript module; plan the Python module it was made from")
+        if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
+            raise CaptureError(f"module {path or 'given'} has uninitialized (lazy) parameters; run the model once first")

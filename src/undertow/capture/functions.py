@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.ir import OpaqueType, Value
+from undertow.ops.modes import autocast_state
 from undertow.ops.opaque import CustomFunction, OriginalApply, gradients_through_autograd
 from undertow.ops.schema import flatten_outputs
 
@@ -51,7 +52,7 @@ def _record_function(recorder: CaptureRecorder, function: type[torch.autograd.Fu
         context_type = _context_type(fakes)
         plain = [None if fake is None else fake.detach() for fake in fakes]
         has_gradient = _find_gradients(recorder, fake_args, fakes, requires_grad)
-    target = CustomFunction(function, requires_grad, has_gradient)
+    target = CustomFunction(function, requires_grad, has_gradient, autocast_state())
     values = recorder.emit(target, recorder._values(args), {}, fakes)
     if any(requires_grad):
         context = Value(recorder.names.unique("context"), context_type)

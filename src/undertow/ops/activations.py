@@ -7,6 +7,7 @@ derivative does not meet 0 times infinity.
 
 import math
 import struct
+from collections.abc import Callable
 
 import torch
 
@@ -20,6 +21,7 @@ GELU_CUBIC = 0.044715  # the cubic coefficient of the tanh approximation, Hendry
 
 
 def smooth(draw: Sampler) -> list[Case]:
+    """A matrix, a transposed one, a 0-dim tensor, every second column."""
     return [case(draw(3, 4)), case(draw(2, 3, 4).transpose(0, 2)), case(draw() + 4), case(draw(3, 8)[:, ::2])]
 
 
@@ -29,7 +31,7 @@ def kinked(draw: Sampler) -> list[Case]:
     return [case(draw.distinct(3, 4)), case(draw.distinct(2, 3, 4).transpose(0, 2)), kink(at_zero)]
 
 
-def with_arguments(*arguments: float):
+def with_arguments(*arguments: float) -> Callable[[Sampler], list[Case]]:
     """The samples of `kinked`, each with further arguments."""
     return lambda draw: [Case((*c.args, *arguments), {}, c.is_smooth) for c in kinked(draw)]
 

@@ -15,13 +15,15 @@ Tensor = torch.Tensor
 
 
 def pairs(draw: Sampler) -> list[Case]:
-    """Two operands: equal shapes, both broadcast, transposed, 0-dim."""
+    """Two operands: equal shapes, both broadcast, transposed, 0-dim, expanded, empty."""
     return [
         case(draw(3, 4), draw(3, 4)),
         case(draw(3, 1), draw(2, 1, 4)),
         case(draw(4, 3).t(), draw(4)),
         case(draw(2, 3, 4).permute(2, 0, 1), draw(2, 4, 3).permute(1, 0, 2)),
         case(draw(3), draw()),
+        case(draw(3, 1).expand(3, 4), draw(3, 4)),
+        case(draw(0, 4), draw(4)),
     ]
 
 
@@ -39,6 +41,7 @@ def promoted(draw: Sampler) -> list[Case]:
 
 
 def positive_pairs(draw: Sampler) -> list[Case]:
+    """The same, with elements above 1/2."""
     return [case(c.args[0].abs() + 0.5, c.args[1].abs() + 0.5) for c in pairs(draw)]
 
 

@@ -1,7 +1,7 @@
 """Casts and moves between devices.
 
-In: the dtype and device of `c.self`. Out: the cotangent cast back in one step, dtype and device together, as eager does;
-a mere change of memory format leaves the cotangent as it is.
+In: the dtype and device of `c.self`. Out: the cotangent cast back in one step, dtype and device together, as eager
+does; a mere change of memory format leaves the cotangent as it is.
 """
 
 import torch

@@ -31,6 +31,7 @@ def over(low: float, high: float) -> Callable[[Sampler], list[Case]]:
 
 
 def away_from_kinks(draw: Sampler) -> list[Case]:
+    """A matrix and a transposed tensor without a zero; then zeros."""
     return [case(draw.distinct(3, 4)), case(draw.distinct(2, 3, 4).transpose(0, 2)), kink(torch.zeros(2, 2))]
 
 

@@ -26,6 +26,7 @@ def _put_back(c: Call, ct: Tensor, _: None = None, *, keepdim: bool | None = Non
 
 
 def along_a_dim(draw: Sampler) -> list[Case]:
+    """A dim of a matrix, of a transposed tensor, of size 1, of a 0-dim tensor; then ties and NaN."""
     return [
         case(draw.distinct(3, 4), 1),
         case(draw.distinct(2, 3, 4).transpose(0, 2), -2, True),
@@ -114,7 +115,7 @@ def _restored(tensor: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
 
 def _share_along(x: Tensor, ct: Tensor, out: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
     is_extreme = _restored(out, dims, keepdim) == x
-    return (_restored(ct, dims, keepdim) / is_extreme.sum(dims, keepdim=True)) * is_extreme
+    return (_restored(ct, dims, keepdim) / is_extreme.sum(list(dims), keepdim=True)) * is_extreme
 
 
 for over_dims in (aten.amax.default, aten.amin.default):

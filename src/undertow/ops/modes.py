@@ -8,7 +8,7 @@ and views are plain tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -17,6 +17,26 @@ import torch
 def below_autograd() -> Iterator[None]:
     """Run what is inside without autograd and without autocast: a Program holds its casts explicitly."""
     with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast():
+        yield
+
+
+AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def autocast_state() -> AutocastState:
+    """Device, whether autocast is enabled for it, and to which dtype."""
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+@contextmanager
+def restored_autocast(state: AutocastState) -> Iterator[None]:
+    """Run what is inside under an autocast state seen before, also beneath `below_autograd`."""
+    with ExitStack() as stack:
+        for key in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        for kind, is_enabled, dtype in state:
+            if is_enabled:
+                stack.enter_context(torch.autocast(kind, dtype))
         yield
 
 

@@ -15,6 +15,7 @@ Tensor = torch.Tensor
 
 
 def plain(draw: Sampler) -> list[Case]:
+    """A matrix, a transposed tensor, a 0-dim tensor."""
     return [case(draw(3, 4)), case(draw(2, 3, 4).transpose(0, 2)), case(draw())]
 
 
@@ -96,7 +97,8 @@ def _repeat(c: Call, ct: Tensor) -> Tensor:
     num_new = len(c.repeats) - c.self.dim()
     for _ in range(num_new):
         ct = ct.sum(0)
-    shape, repeated = [], []
+    shape: list[int] = []
+    repeated: list[int] = []
     for size, count in zip(c.self.shape, c.repeats[num_new:], strict=True):
         if count != 1:
             repeated.append(len(shape))
@@ -217,8 +219,8 @@ for num_dims in (1, 2, 3):
 
 
 # y = x with a part replaced by s        ct_x = ct with zeros there        ct_s = that part of ct
-# In a Program these stand for a write through a view, `x[:, 1] = s`. Eager lays the cotangent of such a write out like x
-# and hands on a contiguous copy of the part.
+# In a Program these stand for a write through a view, `x[:, 1] = s`. Eager lays the cotangent of such a write out like
+# x and hands on a contiguous copy of the part.
 def _laid_out_like(tensor: Tensor, like: Tensor) -> Tensor:
     if tensor.stride() == like.stride():
         return tensor

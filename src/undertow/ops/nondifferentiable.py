@@ -3,9 +3,12 @@
 A record without a formulation says that eager's output does not require a gradient although an input does.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 
-from undertow.ops.registry import Op, case, register
+from undertow.ops.registry import Case, Op, Sampler, case, register
 
 aten = torch.ops.aten
 
@@ -38,17 +41,24 @@ for of_one in (
 for along in (aten.any.dim, aten.all.dim):
     register(Op(along, samples=lambda draw: [case(draw(3, 4), 1)]))
 
+for along in (aten.any.dims, aten.all.dims, aten.count_nonzero.dim_IntList):
+    register(Op(along, samples=lambda draw: [case(draw(3, 4), [1])]))
+
+
+def _matrix_and(arguments: tuple[Any, ...], draw: Sampler) -> list[Case]:
+    return [case(draw(3, 4), *arguments)]
+
+
 for made_like, arguments in (
-    (aten.full_like, (2.0,)),
-    (aten.new_zeros, ([2, 3],)),
-    (aten.new_ones, ([2, 3],)),
-    (aten.new_empty, ([2, 3],)),
-    (aten.new_full, ([2, 3], 2.0)),
-    (aten.new_empty_strided, ([2, 3], [1, 2])),
+    (aten.full_like.default, (2.0,)),
+    (aten.new_zeros.default, ([2, 3],)),
+    (aten.new_ones.default, ([2, 3],)),
+    (aten.new_empty.default, ([2, 3],)),
+    (aten.new_full.default, ([2, 3], 2.0)),
+    (aten.new_empty_strided.default, ([2, 3], [1, 2])),
     (aten.view.dtype, (torch.int64,)),
 ):
-    target = made_like if isinstance(made_like, torch._ops.OpOverload) else made_like.default
-    register(Op(target, samples=lambda draw, arguments=arguments: [case(draw(3, 4), *arguments)]))
+    register(Op(made_like, samples=partial(_matrix_and, arguments)))
 
 register(Op(aten.searchsorted.Tensor, samples=lambda draw: [case(draw(5).sort()[0], draw(3))]))
 register(Op(aten.bucketize.Tensor, samples=lambda draw: [case(draw(3), draw(5).sort()[0])]))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from undertow.ir import operation_name
-from undertow.ops.modes import with_autograd
+from undertow.ops.modes import restored_autocast, with_autograd
 from undertow.ops.own import default_generator
 from undertow.ops.schema import flatten_outputs
 
@@ -26,10 +26,11 @@ class CustomFunction:
     function: type[torch.autograd.Function]
     requires_grad: tuple[bool, ...]  # per argument
     has_gradient: tuple[bool, ...]  # per argument: False where its backward returns None
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]  # device, enabled, dtype: custom_fwd asks for it
     returns_tuple = True
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
-        with with_autograd(), torch.set_grad_enabled(any(self.requires_grad)):
+        with with_autograd(), torch.set_grad_enabled(any(self.requires_grad)), restored_autocast(self.autocast):
             leaves = [
                 arg.detach().requires_grad_(needs) if isinstance(arg, torch.Tensor) else arg
                 for arg, needs in zip(args, self.requires_grad, strict=True)

@@ -165,16 +165,20 @@ def _lstm_cell(
     return dict(zip(_LSTM_CELL_INPUTS, (ct_gates, ct_gates, ct_before, ct_bias, ct_bias), strict=True))
 
 
+def _lstm_cell_kernel(
+    c: Call, ct_hidden: torch.Tensor | None, ct_cell: torch.Tensor | None, _: None
+) -> tuple[torch.Tensor | None, ...]:
+    ct_gates, ct_before, ct_bias = aten._thnn_fused_lstm_cell_backward_impl(
+        ct_hidden, ct_cell, c.cx, c.outs[1], c.outs[2], c.input_bias is not None
+    )
+    return ct_gates, ct_gates, ct_before, ct_bias, ct_bias
+
+
 register(
     Op(
         aten._thnn_fused_lstm_cell.default,
         vjps=(
-            fused_joint(
-                *_LSTM_CELL_INPUTS,
-                by=lambda c, ct_hidden, ct_cell, _: aten._thnn_fused_lstm_cell_backward(
-                    ct_hidden, ct_cell, c.cx, c.outs[1], c.outs[2], c.input_bias is not None
-                ),
-            ),
+            fused_joint(*_LSTM_CELL_INPUTS, by=_lstm_cell_kernel),
             composed_joint(*_LSTM_CELL_INPUTS, by=_lstm_cell),
         ),
         samples=lambda draw: _with_and_without_bias(draw, (2, 16), (2, 16), (2, 4), (16,), (16,)),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from undertow.ops.registry import Call, Case, Op, Sampler, Vjp, case, composed, kink, register
+from undertow.ops.registry import Call, Case, Formula, Op, Sampler, Vjp, case, composed, kink, register
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -48,10 +48,12 @@ def over_dims(draw: Sampler) -> list[Case]:
         case(draw(2, 3, 4).transpose(0, 2), [1]),
         case(draw(1, 3), [0]),
         case(draw(), [0]),
+        case(draw(3, 1).expand(3, 4), [1]),
     ]
 
 
 def over_all(draw: Sampler) -> list[Case]:
+    """A matrix, a transposed tensor, one element, a 0-dim tensor."""
     return [case(draw(3, 4)), case(draw(2, 3, 4).transpose(0, 2)), case(draw(1)), case(draw())]
 
 
@@ -71,6 +73,7 @@ register(
             *over_dims(draw),
             case(draw(3, 4), None),
             case(draw(3, 4), []),
+            case(draw(0, 4), [0]),
             kink(draw(3, 4).float(), [1], dtype=torch.float64),
         ],
     )
@@ -94,7 +97,12 @@ register(
     Op(
         aten.mean.dim,
         (composed(self=lambda c, ct: _mean(ct, c.self.shape, c.dim, c.keepdim)),),
-        lambda draw: [*over_dims(draw), case(draw(3, 4), None), kink(draw(3, 4).float(), [1], dtype=torch.float64)],
+        lambda draw: [
+            *over_dims(draw),
+            case(draw(3, 4), None),
+            kink(draw(3, 4).float(), [1], dtype=torch.float64),
+            kink(draw(0, 4), [0]),
+        ],
     )
 )
 
@@ -220,31 +228,27 @@ def _var(x: Tensor, ct: Tensor, dims: Sequence[int] | None, correction: float | 
     if not keepdim and x.dim() > 1:
         ct = _restore_dims(ct, dims, x.dim()) if dims else ct
     freedom = (math.prod(x.shape[dim] for dim in dims)) - correction
-    return (ct * (2.0 / freedom if freedom else math.inf)) * (x - x.mean(dims, keepdim=True))
+    return (ct * (2.0 / freedom if freedom else math.inf)) * (x - x.mean(list(dims), keepdim=True))
+
+
+def _var_of(c: Call, ct: Tensor) -> Tensor:
+    return _var(c.self, ct, c.dim, c.correction, c.keepdim)
 
 
 # y = sqrt(var)        ct_var = ct / (2 y), 0 at y = 0
-def _std(x: Tensor, out: Tensor, ct: Tensor, *arguments: object) -> Tensor:
-    return _var(x, aten.where(out == 0, 0.0, ct / (out * 2)), *arguments)
+def _std(c: Call, ct: Tensor) -> Tensor:
+    return _var(c.self, aten.where(c.out == 0, 0.0, ct / (c.out * 2)), c.dim, c.correction, c.keepdim)
 
 
-def _sum_present(*terms: Tensor | None) -> Tensor:
-    first, second = terms
-    return second if first is None else (first if second is None else first + second)
+def _and_mean(of_spread: Callable[[Call, Tensor], Tensor]) -> Formula:
+    """The cotangents of a spread and of the mean, added up; either may be missing."""
 
+    def formula(c: Call, ct_spread: Tensor | None, ct_mean: Tensor | None) -> Tensor:
+        parts = [] if ct_spread is None else [of_spread(c, ct_spread)]
+        parts += [] if ct_mean is None else [_mean(ct_mean, c.self.shape, c.dim, c.keepdim)]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
-def _var_mean(c: Call, ct_var: Tensor | None, ct_mean: Tensor | None) -> Tensor:
-    return _sum_present(
-        None if ct_var is None else _var(c.self, ct_var, c.dim, c.correction, c.keepdim),
-        None if ct_mean is None else _mean(ct_mean, c.self.shape, c.dim, c.keepdim),
-    )
-
-
-def _std_mean(c: Call, ct_std: Tensor | None, ct_mean: Tensor | None) -> Tensor:
-    return _sum_present(
-        None if ct_std is None else _std(c.self, c.out, ct_std, c.dim, c.correction, c.keepdim),
-        None if ct_mean is None else _mean(ct_mean, c.self.shape, c.dim, c.keepdim),
-    )
+    return formula
 
 
 def _variances(draw: Sampler) -> list[Case]:
@@ -267,19 +271,19 @@ def _degenerate_variances(draw: Sampler) -> list[Case]:
 register(
     Op(
         aten.var.correction,
-        (composed(self=lambda c, ct: _var(c.self, ct, c.dim, c.correction, c.keepdim)),),
+        (composed(self=_var_of),),
         _degenerate_variances,
     )
 )
 register(
     Op(
         aten.std.correction,
-        (composed(self=lambda c, ct: _std(c.self, c.out, ct, c.dim, c.correction, c.keepdim)),),
+        (composed(self=_std),),
         _degenerate_variances,
     )
 )
-register(Op(aten.var_mean.correction, (composed(self=_var_mean),), _variances))
-register(Op(aten.std_mean.correction, (composed(self=_std_mean),), _variances))
+register(Op(aten.var_mean.correction, (composed(self=_and_mean(_var_of)),), _variances))
+register(Op(aten.std_mean.correction, (composed(self=_and_mean(_std)),), _variances))
 
 
 # y = (sum |x|^p)^(1/p)        ct_x = ct sgn(x) |x|^(p-1) / y^(p-1), written so that no power is negative
@@ -295,7 +299,7 @@ def _norm(x: Tensor, ct: Tensor, out: Tensor, order: float, dims: Sequence[int],
     if math.isinf(order):
         size = x.abs()
         is_extreme = (size == out).logical_or(size.isnan())
-        return x.sgn() * ((ct / is_extreme.sum(dims, keepdim=True)) * is_extreme)
+        return x.sgn() * ((ct / is_extreme.sum(list(dims), keepdim=True)) * is_extreme)
     if order < 1:
         power = aten.where(x == 0, 0.0, x.abs().pow(order - 1))
         return x.sgn() * power * ct * out.pow(1 - order)

@@ -12,6 +12,7 @@ Tensor = torch.Tensor
 
 
 def along_dims(draw: Sampler) -> list[Case]:
+    """A dim of a matrix, of a transposed tensor, of size 1, of a 0-dim tensor."""
     return [
         case(draw.distinct(3, 4), 1),
         case(draw.distinct(2, 3, 4).transpose(0, 2), -2),

@@ -5,9 +5,11 @@ parameter that only a draw depends on gets a gradient of zeros. The `*_like` dra
 gradient at all.
 """
 
+from collections.abc import Callable
+
 import torch
 
-from undertow.ops.registry import Call, Case, Op, Sampler, composed, kink, register
+from undertow.ops.registry import Call, Case, Formula, Op, Sampler, composed, kink, register
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -17,11 +19,11 @@ def _zeros(c: Call, ct: Tensor) -> Tensor:
     return aten.zeros_like(ct)
 
 
-def _zeros_of(name: str):
+def _zeros_of(name: str) -> Formula:
     return lambda c, ct: ct.new_zeros(getattr(c, name).shape)
 
 
-def shaped(*arguments: float):
+def shaped(*arguments: float) -> Callable[[Sampler], list[Case]]:
     """A matrix and a transposed one, with further arguments."""
 
     def samples(draw: Sampler) -> list[Case]:

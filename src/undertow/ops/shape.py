@@ -4,7 +4,7 @@ In: mostly the shape of `c.self`. Out: the cotangent of the whole, zero outside 
 kernels that write a part into fresh zeros; the composed forms scatter it, which has a rule of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ END = 2**63 - 1  # the end of a slice that has none
 
 
 def plain(draw: Sampler) -> list[Case]:
+    """A matrix, a transposed tensor, a 0-dim tensor."""
     return [case(draw(3, 4)), case(draw(2, 3, 4).transpose(0, 2)), case(draw())]
 
 
@@ -244,7 +245,8 @@ def _as_strided(c: Call, ct: Tensor, *, by_index: bool) -> Tensor:
         return ct.new_zeros(c.self.shape)
     base = min(offset, x_offset)
     num_places = max(_span(c.self.shape, c.self.stride(), x_offset - base), _span(c.size, c.stride, offset - base))
-    size, strides = [], []
+    size: list[int] = []
+    strides: list[int] = []
     for dim in reversed(range(ct.dim())):
         if c.size[dim] == 1:
             ct = ct.squeeze(dim)
@@ -292,7 +294,11 @@ def _rejoin(c: Call, cts: Sequence[Tensor | None]) -> Tensor:
     return aten.cat(pieces, c.dim)
 
 
-for split, argument in (
+def _cuts(sizes: int | list[int]) -> Callable[[Sampler], list[Case]]:
+    return lambda draw: [case(draw(5, 3), sizes), case(draw(2, 5, 3).transpose(0, 2), sizes, -2)]
+
+
+for split, sizes in (
     (aten.split.Tensor, 2),
     (aten.unsafe_split.Tensor, 2),
     (aten.split_with_sizes.default, [2, 3]),
@@ -302,10 +308,7 @@ for split, argument in (
         Op(
             split,
             (composed(self=lambda c, *cts: _rejoin(c, cts)),),
-            lambda draw, argument=argument: [
-                case(draw(5, 3), argument),
-                case(draw(2, 5, 3).transpose(0, 2), argument, -2),
-            ],
+            _cuts(sizes),
         )
     )
 

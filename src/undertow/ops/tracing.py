@@ -66,6 +66,22 @@ class TracedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise CaptureError(f"{func} was called on a tensor that belongs to a finished capture")
 
+    @property
+    def data(self) -> Any:
+        """The tensor without history, sharing memory."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        if new.shape != self.shape or new.dtype != self.dtype or new.device != self.device:
+            self.recorder.refuse("assigning .data of another type", "make a new tensor instead")
+        with torch.no_grad():
+            self.copy_(new)
+
+    def data_ptr(self) -> int:
+        """Refused: a recorded tensor has no memory."""
+        return self.recorder.refuse("reading a tensor's address (data_ptr)", "keep the computation in torch")
+
     def tolist(self) -> Any:
         """Read element by element, so that every number becomes a guard."""
         return self.item() if self.dim() == 0 else [element.tolist() for element in self]
@@ -246,6 +262,8 @@ class Recorder(TorchDispatchMode):
         return tensors if isinstance(result, list) else tuple(tensors)
 
     def _record_mutation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        if torch.Tag.inplace_view in func.tags and functional_of(func) is not None:
+            return self._record_inplace_view(func, args, kwargs)
         functional = functional_of(func) if schema_of(func).is_inplace and not schema_of(func).is_random else None
         if functional is None:
             return self._record_generic_mutation(func, args, kwargs)
@@ -261,6 +279,21 @@ class Recorder(TorchDispatchMode):
         value_args, value_kwargs = self._values(args), {name: self._values(item) for name, item in kwargs.items()}
         (value,) = self.emit(functional, value_args, value_kwargs, [fake])
         self.write(target, value, fake)
+        return args[0]
+
+    def _record_inplace_view(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """`x.t_()` and the like: the same memory under another shape."""
+        target, functional = self.traced(args[0]), functional_of(func)
+        assert functional is not None
+        self._settle(target)
+        step = ViewStep(functional, tuple(args[1:]), kwargs, 0)
+        value, fake = self.emit_view(step, self.value_of(target), target.fake)
+        target.fake = fake
+        target.alias = Alias(target.alias.storage, (*target.alias.steps, step), value, target.alias.storage.version)
+        self.tensors[value] = target
+        if func is not aten.detach_.default:
+            with torch._C._DisableTorchDispatch():
+                func(*args, **kwargs)
         return args[0]
 
     def _record_generic_mutation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -302,18 +335,19 @@ class Recorder(TorchDispatchMode):
 
     def differentiable_values(self, inputs: Sequence[Value]) -> frozenset[Value]:
         """The values through which eager would carry a gradient, from the tensors' own `requires_grad`."""
-        differentiable = {value for value in inputs if self._requires_grad(value)}
+        differentiable = {value for value in inputs if self.requires_grad(value)}
         for node in self.nodes:
             depends = any(value in differentiable for value in node.inputs)
             for value in node.outputs:
                 if value is None or not value.type.is_differentiable:
                     continue
-                known = self._requires_grad(value)
+                known = self.requires_grad(value)
                 if known or (known is None and depends):
                     differentiable.add(value)
         return frozenset(differentiable)
 
-    def _requires_grad(self, value: Value) -> bool | None:
+    def requires_grad(self, value: Value) -> bool | None:
+        """Whether eager carries a gradient through the tensor that holds `value`; None if no tensor does."""
         if value in self.settled_requires_grad:
             return self.settled_requires_grad[value]
         tensor = self.tensors.get(value)

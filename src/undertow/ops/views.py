@@ -61,8 +61,8 @@ def _invert(recorder: Recorder, step: ViewStep, whole: Pair, part: Pair) -> Pair
     if target is aten.unbind.int:
         return recorder.call(aten.select_scatter.default, whole, part, args[0] if args else 0, step.output_index)
     if target is aten.detach.default:
-        # What is written through a detached tensor is invisible to autograd.
-        return recorder.call(REPLACE_VALUE, whole, part)
+        # What is written through a detached tensor is invisible to the history of the one it was detached from.
+        return recorder.call(REPLACE_VALUE, whole, part) if recorder.requires_grad(whole[0]) else part
     if target in (aten.transpose.int, aten.t.default, aten.alias.default, aten.lift_fresh.default):
         return recorder.call(target, part, *args)
     if target is aten.permute.default:

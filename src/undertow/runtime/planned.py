@@ -19,6 +19,7 @@ import torch
 from undertow.errors import CaptureError, TooManyOutcomes
 from undertow.ir import InputKind, Plan, Program
 from undertow.ir.structure import ATOMS, fill_slots, structure_key, tensors_in
+from undertow.ops.modes import autocast_state
 from undertow.ops.own import GuardMiss
 from undertow.runtime.step import Pattern, Run, Step, attach_backward
 
@@ -194,10 +195,17 @@ class Runner:
     def _state_key(self) -> Any:
         """Everything outside the arguments that decides which operations run."""
         modules = tuple(_module_key(module) for module in self._modules.values())
-        autocast = tuple(
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+        return (
+            modules,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            autocast_state(),
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(),
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
         )
-        return modules, torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), torch.get_default_dtype()
 
 
 def _module_key(module: torch.nn.Module) -> Any:
