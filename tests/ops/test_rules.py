@@ -232,21 +232,21 @@ def choices(example: Example) -> list[tuple[int, ...]]:
     return list({indices: None} | {(index,): None for index in indices})
 
 
-def assert_same_bits(found: torch.Tensor | None, expected: torch.Tensor | None, where: str) -> None:
+def assert_same_bits(found: torch.Tensor | None, expected: torch.Tensor | None, where: Callable[[], str]) -> None:
     if expected is None or found is None:
-        assert (found is None) == (expected is None), f"{where}: {found} instead of {expected}"
+        assert (found is None) == (expected is None), f"{where()}: {found} instead of {expected}"
         return
     if expected._is_zerotensor():
-        assert not found.any(), f"{where}: not zero"
+        assert not found.any(), f"{where()}: not zero"
         return
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where()
     is_nan = expected.isnan()
     bits = [t.masked_fill(is_nan & t.isnan(), 0).contiguous().view(BITS[t.dtype]) for t in (found, expected)]
     assert torch.equal(*bits), (
-        f"{where}: {found} instead of {expected}, strides {found.stride()} and {expected.stride()}"
+        f"{where()}: {found} instead of {expected}, strides {found.stride()} and {expected.stride()}"
     )
     strides = [[s for s, size in zip(t.stride(), t.shape, strict=True) if size > 1] for t in (found, expected)]
-    assert found.numel() == 0 or strides[0] == strides[1], f"{where}: strides {strides[0]} instead of {strides[1]}"
+    assert found.numel() == 0 or strides[0] == strides[1], f"{where()}: strides {strides[0]} instead of {strides[1]}"
 
 
 @contextmanager
@@ -268,7 +268,10 @@ def test_first_formulation_has_the_bits_of_eager(op: Op, precision: str) -> None
             assert example.differentiable, f"{case}: eager's output carries no gradient"
             for chosen in choices(example):
                 cts = example.cotangents(layout, chosen)
-                where = f"{case}, wanted {example.wanted}, outputs {chosen}, {layout} cotangent"
+
+                def where(case=case, example=example, chosen=chosen, layout=layout) -> str:
+                    return f"{case}, wanted {example.wanted}, outputs {chosen}, {layout} cotangent"
+
                 for found, expected in zip(example.found(op.exact_vjp, cts), example.expected(cts), strict=True):
                     assert_same_bits(found, expected, where)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from undertow.capture.functions import opaque_functions
 from undertow.capture.recorder import CaptureRecorder
 from undertow.capture.side_effects import AttributeWatch, PythonRandomness
 from undertow.errors import CaptureError
-from undertow.ir import InputKind, Node, Program, Update, Value, check_program
+from undertow.ir import InputKind, Program, Update, Value, check_program
 from undertow.ir.structure import Slot, replace_tensors, tensors_in
 from undertow.ops.cleaning import remove_unused
 
@@ -148,29 +148,30 @@ def _finish(
     inputs = tuple(recorder.inputs)
     program = Program(
         inputs=inputs,
-        nodes=tuple(_without_false_detach(recorder, node) for node in recorder.nodes),
+        nodes=tuple(recorder.nodes),
         outputs=tuple(outputs),
         updates=tuple(updates),
         differentiable=recorder.differentiable_values([item.value for item in inputs]),
         num_forward_nodes=len(recorder.nodes),
     )
     program = check_program(remove_unused(program))
+    _refuse_lost_history(recorder, program)
     constants = {
         item.value: recorder.reals[item.value] for item in program.inputs if item.kind is InputKind.CONSTANT
     }
     return Captured(program, skeleton, assignments, constants, arguments, tuple(recorder.outcomes))
 
 
-def _without_false_detach(recorder: CaptureRecorder, node: Node) -> Node:
-    """Autograd detaches what it saves and connects it again when it is read; factories detach what they make.
-
-    Such a tensor has a history, and the recorded detach is no end of it.
-    """
-    if node.target is not torch.ops.aten.detach.default or node.outputs[0] is None:
-        return node
-    tensor = recorder.tensors.get(node.outputs[0])
-    has_history = tensor is not None and tensor.grad_fn is not None
-    return replace(node, target=torch.ops.aten.alias.default) if has_history else node
+def _refuse_lost_history(recorder: CaptureRecorder, program: Program) -> None:
+    """Where autograd carries a gradient on a way that was not recorded (TorchScript has its own), stop."""
+    for node in program.nodes:
+        for value in node.outputs:
+            if value in program.differentiable and not any(item in program.differentiable for item in node.inputs):
+                if value in recorder.tensors and recorder.tensors[value].grad_fn is not None:
+                    raise CaptureError(
+                        f"the gradient that reaches {node.name} ({node.origin}) takes a way that cannot be recorded, "
+                        f"such as through a TorchScript function; use the Python function it was made from"
+                    )
 
 
 def _refuse_shared_updates(recorder: CaptureRecorder, updates: list[Update]) -> None:

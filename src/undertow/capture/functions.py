@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,27 +47,27 @@ def _record_function(recorder: CaptureRecorder, function: type[torch.autograd.Fu
     is_grad_enabled = torch.is_grad_enabled()
     requires_grad = tuple(is_grad_enabled and isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
     with _disable_current_modes():
-        fake_args, result = _run_on_fakes(recorder, function, args, requires_grad)
-        fakes = flatten_outputs(result)
-        context_type = _context_type(fakes)
-        plain = [None if fake is None else fake.detach() for fake in fakes]
-        has_gradient = _find_gradients(recorder, fake_args, fakes, requires_grad)
-    target = CustomFunction(function, requires_grad, has_gradient, autocast_state())
-    values = recorder.emit(target, recorder._values(args), {}, fakes)
+        inputs, result = _run_once(recorder, function, args, requires_grad)
+        tried = flatten_outputs(result)
+        context_type = _context_type(tried)
+        has_gradient = _find_gradients(recorder, inputs, tried, requires_grad)
+        flags = [output is not None and output.requires_grad for output in tried]
+        fakes = [None if output is None else recorder.fake_like(output).detach() for output in tried]
+    written = {id(given): arg for given, arg in zip(inputs, args, strict=True) if isinstance(arg, torch.Tensor)}
+    is_dirty = any(id(output) in written for output in tried)
+    target = CustomFunction(function, requires_grad, has_gradient, autocast_state(), is_dirty)
+    values = recorder.emit(target, recorder.values_of(args), {}, fakes)
     if any(requires_grad):
-        context = Value(recorder.names.unique("context"), context_type)
-        recorder.append_output(context)
-    written = {id(fake): arg for fake, arg in zip(fake_args, args, strict=True) if isinstance(arg, torch.Tensor)}
+        recorder.append_output(Value(recorder.names.unique("context"), context_type))
     outputs: list[Any] = []
-    for value, fake, plain_fake in zip(values, fakes, plain, strict=True):
-        if value is None or plain_fake is None:
+    for value, fake, output in zip(values, fakes, tried, strict=True):
+        if value is None or fake is None:
             outputs.append(None)
-        elif id(fake) in written:
-            recorder.write(recorder.traced(written[id(fake)]), value, plain_fake)
-            outputs.append(written[id(fake)])
+        elif id(output) in written:
+            recorder.write(recorder.traced(written[id(output)]), value, fake)
+            outputs.append(written[id(output)])
         else:
-            outputs.append(recorder.adopt(plain_fake, value))
-    flags = [fake is not None and fake.requires_grad for fake in fakes]
+            outputs.append(recorder.adopt(fake, value))
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     connected = _Opaque.apply(recorder, function.__name__, outputs, flags, *tensors)
     if isinstance(result, torch.Tensor):
@@ -75,49 +75,47 @@ def _record_function(recorder: CaptureRecorder, function: type[torch.autograd.Fu
     return type(result)(connected) if type(result) in (tuple, list) else tuple(connected)
 
 
-def _run_on_fakes(
+def _run_once(
     recorder: CaptureRecorder, function: type[torch.autograd.Function], args: tuple[Any, ...], requires_grad: Any
 ) -> tuple[list[Any], Any]:
-    fakes = []
-    for arg, needs in zip(args, requires_grad, strict=True):
-        if isinstance(arg, torch.Tensor):
-            fake = recorder.traced(arg).fake.detach().requires_grad_(needs)
-            arg = fake.view_as(fake) if needs else fake
-        fakes.append(arg)
+    """The arguments it was run on, and what it returned: on fake tensors, or on real ones where it needs them."""
     try:
         with recorder.on_fakes():
-            return fakes, OriginalApply(function, *fakes)
+            inputs = _make_inputs(recorder.fakes_of(args), requires_grad)
+            return inputs, OriginalApply(function, *inputs)
     except Exception:
-        # The forward of a Function may do what only real tensors can (NumPy, foreign kernels): then it is run on them.
-        reals = recorder.evaluate_arguments(args)
+        # The forward of a Function may do what only real tensors can: NumPy, foreign kernels.
         with torch.enable_grad():
-            leaves = [
-                real.detach().requires_grad_(needs) if isinstance(real, torch.Tensor) else real
-                for real, needs in zip(reals, requires_grad, strict=True)
-            ]
-            result = OriginalApply(function, *leaves)
-        fake_of = recorder.fake_like
-        if isinstance(result, torch.Tensor):
-            return fakes, fake_of(result)
-        return fakes, tuple(fake_of(item) if isinstance(item, torch.Tensor) else item for item in result)
+            inputs = _make_inputs(recorder.evaluate_arguments(args), requires_grad)
+            return inputs, OriginalApply(function, *inputs)
 
 
-def _find_gradients(recorder: CaptureRecorder, args: list[Any], outputs: list[Any], requires_grad: Any) -> Any:
-    """Which arguments the Function's backward gives a gradient, from running it on fake tensors."""
-    leaves = [arg for arg, needs in zip(args, requires_grad, strict=True) if needs]
+def _make_inputs(args: Any, requires_grad: Any) -> list[Any]:
+    # Copies: a Function may write into its argument (mark_dirty), which autograd allows neither for leaves nor views.
+    return [
+        arg.detach().requires_grad_(needs).clone() if isinstance(arg, torch.Tensor) else arg
+        for arg, needs in zip(args, requires_grad, strict=True)
+    ]
+
+
+def _find_gradients(recorder: CaptureRecorder, inputs: list[Any], outputs: list[Any], requires_grad: Any) -> Any:
+    """Which arguments the Function's backward gives a gradient, from running it once."""
+    sources = [given for given, needs in zip(inputs, requires_grad, strict=True) if needs]
+    if any(given is output for given in sources for output in outputs):
+        return requires_grad  # a written argument is its own output; what came before it cannot be asked
     try:
-        with recorder.on_fakes():
-            cts = [None if out is None else torch.ones_like(out) for out in outputs]
-            found = iter(gradients_through_autograd(outputs, leaves, cts) if leaves else ())
+        with recorder.on_fakes() if recorder.is_fake(outputs) else nullcontext():
+            cts = [None if output is None else torch.ones_like(output) for output in outputs]
+            found = iter(gradients_through_autograd(outputs, sources, cts) if sources else ())
     except Exception:
         return requires_grad  # its backward needs real tensors; a None it returns then counts as zeros
     return tuple(needs and next(found) is not None for needs in requires_grad)
 
 
-def _context_type(fakes: list[Any]) -> OpaqueType:
+def _context_type(outputs: list[Any]) -> OpaqueType:
     saved: dict[int, int] = {}
-    for fake in fakes:
-        for tensor in getattr(getattr(fake, "grad_fn", None), "saved_tensors", ()):
+    for output in outputs:
+        for tensor in getattr(getattr(output, "grad_fn", None), "saved_tensors", ()):
             if isinstance(tensor, torch.Tensor):
                 saved[id(tensor)] = tensor.numel() * tensor.element_size()
     return OpaqueType("context", sum(saved.values()))

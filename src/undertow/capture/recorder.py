@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.capture.origins import current_origin
@@ -18,7 +18,7 @@ from undertow.ops.interpret import generators_of, run_node
 from undertow.ops.own import GUARD_SCALAR, GUARD_SHAPE, is_random
 from undertow.ops.registry import bind_arguments
 from undertow.ops.schema import flatten_outputs
-from undertow.ops.tracing import Namer, Recorder, TracedTensor, _map_tensors
+from undertow.ops.tracing import Namer, Recorder, TracedTensor, map_tensors
 
 aten = torch.ops.aten
 
@@ -81,6 +81,11 @@ class CaptureRecorder(Recorder):
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return fake.requires_grad_(tensor.requires_grad)
 
+    @staticmethod
+    def is_fake(outputs: Sequence[Any]) -> bool:
+        """Whether any of the tensors has no data."""
+        return any(isinstance(output, FakeTensor) for output in outputs)
+
     def read_scalar(self, tensor: TracedTensor) -> Any:
         value = self.value_of(tensor)
         (real,) = self.evaluate((value,))
@@ -96,7 +101,7 @@ class CaptureRecorder(Recorder):
         if not isinstance(result, torch.Tensor | tuple | list):
             # torch.equal and the like: the answer is a Python value, kept as a guard on the operation's own result.
             return self._guard_python_result(func, args, kwargs, result)
-        return _map_tensors(result, self.fake_like)
+        return map_tensors(result, self.fake_like)
 
     def guard_shapes(self, outputs: Sequence[Value]) -> None:
         """Every step checks that outputs whose shape depends on values have the shape that was seen."""
@@ -119,7 +124,7 @@ class CaptureRecorder(Recorder):
         fake = self.fake_like(torch.tensor(result))
         bound = bind_arguments(func, args, kwargs)
         target = _AsTensor(func)
-        (value,) = self.emit(target, tuple(self._values(item) for item in bound.values()), {}, [fake])
+        (value,) = self.emit(target, tuple(self.values_of(item) for item in bound.values()), {}, [fake])
         self._guard(GUARD_SCALAR, value, result)
         return result
 
@@ -130,9 +135,9 @@ class CaptureRecorder(Recorder):
     def evaluate_arguments(self, arguments: Any) -> Any:
         """`arguments` with every traced tensor replaced by its real value on the example inputs."""
         values: list[Value] = []
-        _map_tensors(arguments, lambda tensor: values.append(self.value_of(tensor)))
+        map_tensors(arguments, lambda tensor: values.append(self.value_of(tensor)))
         reals = dict(zip(values, self.evaluate(values), strict=True))
-        return _map_tensors(arguments, lambda tensor: reals[self.value_of(tensor)])
+        return map_tensors(arguments, lambda tensor: reals[self.value_of(tensor)])
 
     def evaluate(self, values: Sequence[Value]) -> list[torch.Tensor]:
         """The real values on the example inputs: runs what they depend on, and leaves the generators as they were."""

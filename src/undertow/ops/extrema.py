@@ -83,7 +83,10 @@ register(
 # y = max of all x        ct_x = ct / m at the m elements that equal y (that are NaN, if y is), 0 elsewhere
 def _share(c: Call, ct: Tensor) -> Tensor:
     is_extreme = (c.self == c.out).logical_or(c.self.isnan().logical_and(c.out.isnan()))
-    return aten.where(is_extreme, ct / is_extreme.sum(), 0.0).contiguous()
+    share = ct / is_extreme.sum()
+    if c.self.is_cuda:
+        return is_extreme * share  # which leaves -0 where eager's CPU path leaves 0
+    return aten.where(is_extreme, share, 0.0).contiguous()
 
 
 for over_all_dims in (aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default):

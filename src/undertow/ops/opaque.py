@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from undertow.ir import operation_name
-from undertow.ops.modes import restored_autocast, with_autograd
+from undertow.ops.modes import AutocastState, restored_autocast, with_autograd
 from undertow.ops.own import default_generator
 from undertow.ops.schema import flatten_outputs
 
@@ -26,7 +26,8 @@ class CustomFunction:
     function: type[torch.autograd.Function]
     requires_grad: tuple[bool, ...]  # per argument
     has_gradient: tuple[bool, ...]  # per argument: False where its backward returns None
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]  # device, enabled, dtype: custom_fwd asks for it
+    autocast: AutocastState  # custom_fwd asks for it
+    is_dirty: bool  # writes into an argument
     returns_tuple = True
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
@@ -35,8 +36,9 @@ class CustomFunction:
                 arg.detach().requires_grad_(needs) if isinstance(arg, torch.Tensor) else arg
                 for arg, needs in zip(args, self.requires_grad, strict=True)
             ]
-            # A Function may write into its argument (mark_dirty), which autograd forbids for a leaf.
-            passed = [leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            passed = [
+                leaf.clone() if self.is_dirty and isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            ]
             outputs = flatten_outputs(OriginalApply(self.function, *passed))
             detached = [None if output is None else output.detach() for output in outputs]
         return (*detached, FunctionContext(leaves, outputs)) if any(self.requires_grad) else tuple(detached)

@@ -54,8 +54,8 @@ def _cumprod_linear(c: Call, ct: Tensor) -> Tensor:
     is_between = num_zeros == 1
     first_zero = is_between.max(dim, keepdim=True)[1]
     is_first_zero = aten.zeros_like(is_between).scatter(dim, first_zero, 1).logical_and(is_between)
-    factors = aten.where(is_between.logical_and(is_first_zero.logical_not()), x, 1.0).cumprod(dim)
-    past_zero = (factors * aten.where(is_between, ct, 0.0)).sum(dim, keepdim=True)
+    factors = x.masked_fill(is_between.logical_and(is_first_zero.logical_not()).logical_not(), 1.0).cumprod(dim)
+    past_zero = (factors * ct.masked_fill(num_zeros != 1, 0.0)).sum(dim, keepdim=True)
     before_zero = aten.where(first_zero == 0, 1.0, out.gather(dim, (first_zero - 1).clamp(min=0)))
     return aten.where(is_first_zero, past_zero * before_zero, aten.where(is_before, slope_before, 0.0))
 
@@ -129,7 +129,7 @@ register(
     Op(
         aten.logcumsumexp.default,
         (
-            Vjp("by sign", {"self": _logcumsumexp_by_sign}, is_composed=False),
+            Vjp("signed", {"self": _logcumsumexp_by_sign}, is_composed=False),
             composed(self=_logcumsumexp_pairwise),
         ),
         along_dims,

@@ -275,7 +275,7 @@ register(
     Op(
         aten.as_strided.default,
         (
-            Vjp("in place", {"self": lambda c, ct: _as_strided(c, ct, by_index=False)}, is_composed=False),
+            Vjp("scattered", {"self": lambda c, ct: _as_strided(c, ct, by_index=False)}, is_composed=False),
             composed(self=lambda c, ct: _as_strided(c, ct, by_index=True)),
         ),
         lambda draw: [

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -116,6 +116,7 @@ class Storage:
     value: Value
     fake: torch.Tensor
     version: int = 0
+    tensors: list[TracedTensor] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -178,7 +179,8 @@ class Recorder(TorchDispatchMode):
         """A traced tensor over `fake`, holding `value`."""
         tensor = TracedTensor(fake, self)
         tensor.alias = alias or Alias(Storage(value, fake), (), value, 0)
-        self.tensors[value] = tensor
+        tensor.alias.storage.tensors.append(tensor)
+        self.tensors.setdefault(value, tensor)
         return tensor
 
     def value_of(self, tensor: torch.Tensor) -> Value:
@@ -190,7 +192,7 @@ class Recorder(TorchDispatchMode):
             for step in alias.steps:
                 value, fake = self.emit_view(step, value, fake)
             alias.value, alias.version = value, alias.storage.version
-            self.tensors[value] = tensor
+            self.tensors.setdefault(value, tensor)
         return alias.value
 
     def traced(self, tensor: torch.Tensor) -> TracedTensor:
@@ -204,13 +206,18 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim" or func in _QUERIES:
-            fake_args, fake_kwargs = self._fakes((args, kwargs))
+            fake_args, fake_kwargs = self.fakes_of((args, kwargs))
             return func(*fake_args, **fake_kwargs)
         if func is aten._local_scalar_dense.default:
             return self.read_scalar(self.traced(args[0]))
+        if func is aten.detach.default and not args[0].requires_grad:
+            # Autograd detaches what it saves, factories what they make: a second name for the same value.
+            source = self.traced(args[0])
+            value = self.value_of(source)
+            return self.adopt(source.fake, value, replace(source.alias))
         if is_mutated(func, bind_arguments(func, args, kwargs)):
             return self._record_mutation(func, args, kwargs)
-        fake_args, fake_kwargs = self._fakes((args, kwargs))
+        fake_args, fake_kwargs = self.fakes_of((args, kwargs))
         try:
             with self.fake_mode:
                 result = func(*fake_args, **fake_kwargs)
@@ -243,7 +250,7 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
         schema = schema_of(func)
         fakes = flatten_outputs(result)
-        value_args, value_kwargs = self._values(args), {name: self._values(item) for name, item in kwargs.items()}
+        value_args, value_kwargs = self.values_of(args), {name: self.values_of(item) for name, item in kwargs.items()}
         value_kwargs = _explicit_factory_options(func, value_args, value_kwargs, fakes)
         values = self.emit(func, value_args, value_kwargs, fakes)
         source = self.traced(args[0]).alias if schema.is_view and isinstance(args[0], torch.Tensor) else None
@@ -268,7 +275,7 @@ class Recorder(TorchDispatchMode):
         if functional is None:
             return self._record_generic_mutation(func, args, kwargs)
         target = self.traced(args[0])
-        fake_args, fake_kwargs = self._fakes((args, kwargs))
+        fake_args, fake_kwargs = self.fakes_of((args, kwargs))
         with self.fake_mode:
             fake = functional(*fake_args, **fake_kwargs)
             if fake.stride() != target.fake.stride() or fake.dtype != target.fake.dtype:
@@ -276,7 +283,7 @@ class Recorder(TorchDispatchMode):
                 # and the like: what eager computes in a strided view must lie in the same strides here.
                 return self._record_generic_mutation(func, args, kwargs)
             func(*fake_args, **fake_kwargs)
-        value_args, value_kwargs = self._values(args), {name: self._values(item) for name, item in kwargs.items()}
+        value_args, value_kwargs = self.values_of(args), {name: self.values_of(item) for name, item in kwargs.items()}
         (value,) = self.emit(functional, value_args, value_kwargs, [fake])
         self.write(target, value, fake)
         return args[0]
@@ -302,8 +309,8 @@ class Recorder(TorchDispatchMode):
         if not all(isinstance(item, torch.Tensor | None) for item in mutated):
             self.refuse(f"the in-place operation {operation_name(func)} on a list of tensors", "write it per tensor")
         targets = [self.traced(item) for item in mutated if item is not None]
-        value_args, value_kwargs = self._values(args), {name: self._values(item) for name, item in kwargs.items()}
-        fake_args, fake_kwargs = self._fakes((args, kwargs))
+        value_args, value_kwargs = self.values_of(args), {name: self.values_of(item) for name, item in kwargs.items()}
+        fake_args, fake_kwargs = self.fakes_of((args, kwargs))
         shapes = [target.fake.shape for target in targets]
         with self.on_fakes():
             result = func(*fake_args, **fake_kwargs)
@@ -322,7 +329,8 @@ class Recorder(TorchDispatchMode):
     def write(self, target: TracedTensor, value: Value, fake: torch.Tensor) -> None:
         """Let `target` hold `value` from now on, and with it everything that shares its storage."""
         old_value, alias = self.value_of(target), target.alias
-        self._settle(target)
+        for tensor in alias.storage.tensors:
+            self._settle(tensor)
         if target.requires_grad and not torch.is_grad_enabled():
             value, fake = self.call(REPLACE_VALUE, (old_value, target.fake), (value, fake))
         storage = alias.storage
@@ -357,11 +365,13 @@ class Recorder(TorchDispatchMode):
         # A write may give the tensor a history; whether its value until now had one is known only before.
         self.settled_requires_grad.setdefault(tensor.alias.value, tensor.requires_grad)
 
-    def _values(self, arguments: Any) -> Any:
-        return _map_tensors(arguments, self.value_of)
+    def values_of(self, arguments: Any) -> Any:
+        """`arguments` with every tensor replaced by its current value."""
+        return map_tensors(arguments, self.value_of)
 
-    def _fakes(self, arguments: Any) -> Any:
-        return _map_tensors(arguments, lambda tensor: self.traced(tensor).fake)
+    def fakes_of(self, arguments: Any) -> Any:
+        """`arguments` with every tensor replaced by its fake."""
+        return map_tensors(arguments, lambda tensor: self.traced(tensor).fake)
 
 
 class Namer:
@@ -384,13 +394,14 @@ class Namer:
                 return name
 
 
-def _map_tensors(arguments: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(arguments: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Nested arguments with every tensor t replaced by `change(t)`; lists become tuples."""
     if isinstance(arguments, torch.Tensor):
-        return replace(arguments)
+        return change(arguments)
     if isinstance(arguments, dict):
-        return {name: _map_tensors(item, replace) for name, item in arguments.items()}
+        return {name: map_tensors(item, change) for name, item in arguments.items()}
     if isinstance(arguments, tuple | list) and not isinstance(arguments, torch.Size):
-        return tuple(_map_tensors(item, replace) for item in arguments)
+        return tuple(map_tensors(item, change) for item in arguments)
     return arguments
 
 
