@@ -13,7 +13,9 @@ import undertow as ut
 
 def run_steps(model: Any, args: Any, kwargs: Any, loss_of: Any, num_steps: int, autocast: Any) -> list[dict[str, Any]]:
     """Train with SGD; everything observable after each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) if any(True for _ in model.parameters()) else None
+    optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) if any(True for _ in model.parameters()) else None
+    )
     torch.manual_seed(5)
     records = []
     for _ in range(num_steps):

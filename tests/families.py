@@ -35,8 +35,15 @@ FAMILIES: dict[str, tuple[Callable[[], Any], dict[str, torch.Tensor]]] = {
     "vit": (
         lambda: hf.ViTForImageClassification(
             hf.ViTConfig(
-                hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=32,
-                patch_size=8, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, num_labels=5,
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                intermediate_size=64,
+                image_size=32,
+                patch_size=8,
+                hidden_dropout_prob=0.1,
+                attention_probs_dropout_prob=0.1,
+                num_labels=5,
             )  # fmt: skip
         ),
         _picture,
@@ -58,8 +65,14 @@ FAMILIES: dict[str, tuple[Callable[[], Any], dict[str, torch.Tensor]]] = {
     "swin": (
         lambda: hf.SwinForImageClassification(
             hf.SwinConfig(
-                image_size=32, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 4], window_size=4,
-                drop_path_rate=0.1, num_labels=5,
+                image_size=32,
+                patch_size=2,
+                embed_dim=8,
+                depths=[2, 2],
+                num_heads=[2, 4],
+                window_size=4,
+                drop_path_rate=0.1,
+                num_labels=5,
             )  # fmt: skip
         ),
         _picture,
@@ -73,9 +86,19 @@ FAMILIES: dict[str, tuple[Callable[[], Any], dict[str, torch.Tensor]]] = {
     "bart": (
         lambda: hf.BartForConditionalGeneration(
             hf.BartConfig(
-                vocab_size=99, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-                decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=32,
-                encoder_layerdrop=0.3, decoder_layerdrop=0.3, bos_token_id=0, eos_token_id=2,
+                vocab_size=99,
+                d_model=32,
+                encoder_layers=2,
+                decoder_layers=2,
+                encoder_attention_heads=4,
+                decoder_attention_heads=4,
+                encoder_ffn_dim=64,
+                decoder_ffn_dim=64,
+                max_position_embeddings=32,
+                encoder_layerdrop=0.3,
+                decoder_layerdrop=0.3,
+                bos_token_id=0,
+                eos_token_id=2,
             )  # fmt: skip
         ),
         _text,

@@ -1,12 +1,12 @@
 """Every error Undertow raises on purpose.
 
-    UndertowError
-    ├── CaptureError            the model or function cannot be recorded faithfully; names the line
-    │   └── TooManyOutcomes     branches on tensor values took more outcomes than are kept
-    ├── CallError (TypeError)   a call to Undertow itself is wrong; names the argument
-    ├── ProgramError            a Program is malformed; a defect in Undertow
-    ├── MissingRule             `strict=True`, or a second derivative, met an operation without a rule
-    └── GradientCheckFailed     an analytic derivative disagrees with the numerical one
+UndertowError
+├── CaptureError            the model or function cannot be recorded faithfully; names the line
+│   └── TooManyOutcomes     branches on tensor values took more outcomes than are kept
+├── CallError (TypeError)   a call to Undertow itself is wrong; names the argument
+├── ProgramError            a Program is malformed; a defect in Undertow
+├── MissingRule             `strict=True`, or a second derivative, met an operation without a rule
+└── GradientCheckFailed     an analytic derivative disagrees with the numerical one
 """
 
 from __future__ import annotations

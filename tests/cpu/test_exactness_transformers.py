@@ -5,7 +5,11 @@ import torch
 from exactness import assert_same_steps
 from families import FAMILIES
 
-KINDS = {"float32": (torch.float32, None), "float64": (torch.float64, None), "autocast": (torch.float32, torch.bfloat16)}
+KINDS = {
+    "float32": (torch.float32, None),
+    "float64": (torch.float64, None),
+    "autocast": (torch.float32, torch.bfloat16),
+}
 # Layer drop takes another way through the model at almost every step.
 NUM_STEPS = {"bart": 8}
 

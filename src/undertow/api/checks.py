@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,9 @@ class Disagreement:
 
     def __str__(self) -> str:
         place = f" ({self.where})" if self.where else ""
-        return f"{self.what}{place}: analytic {self.analytic:.9g}, numerical {self.numerical:.9g} +- {self.tolerance:.2g}"
+        return (
+            f"{self.what}{place}: analytic {self.analytic:.9g}, numerical {self.numerical:.9g} +- {self.tolerance:.2g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def check_gradients(
         count += 1
         analytic = sum(float((subject.gradients[path] * part).sum()) for path, part in direction.items())
         size = sum(float((subject.gradients[path].abs() * part.abs()).sum()) for path, part in direction.items())
-        numerical, tolerance = central_difference(lambda h, d=direction: subject.evaluate(d, h), size)
+        numerical, tolerance = central_difference(partial(subject.evaluate, direction), size)
         worst = max(worst, abs(analytic - numerical) / tolerance)
         if not abs(analytic - numerical) <= tolerance:
             found.append(Disagreement(name, "", analytic, numerical, tolerance))
@@ -154,9 +157,13 @@ def numerical_gradient(
                     behind = _evaluate_moved(function, args, tensor, index, -step) if is_central else start
                     slope[index] = (ahead - behind) / (2 * step if is_central else step)
                 found.append(slope.reshape(tensor.shape).to(tensor.dtype))
-            numbers = iter(found)
-            results.append(replace_tensors(args[position], lambda tensor, numbers=numbers: next(numbers)))
+            results.append(replace_tensors(args[position], _take_from(found)))
     return results[0] if isinstance(argnums, int) else tuple(results)
+
+
+def _take_from(items: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    numbers = iter(items)
+    return lambda tensor: next(numbers)
 
 
 def _evaluate_moved(function: Any, args: Any, moved: torch.Tensor, index: int, step: float) -> float:
@@ -181,7 +188,9 @@ class _Subject:
         self.tensors = [tensor for _, tensor in tensors_in((self.args, self.kwargs))]
         self.bound = [self._bind(item) for item in program.inputs]
         self.wanted = [
-            item for item in program.inputs if item.value in program.differentiable and item.kind is not InputKind.CONSTANT
+            item
+            for item in program.inputs
+            if item.value in program.differentiable and item.kind is not InputKind.CONSTANT
         ]
         if not self.wanted:
             raise CallError("there is nothing to check: no parameter or argument in floating point carries a gradient")
@@ -226,7 +235,11 @@ class _Subject:
                 states = [generator.get_state() for generator in self.generators] if is_random(node.target) else []
                 run_node(node, environment)
                 inputs = [value for value in dict.fromkeys(node.inputs) if value in program.differentiable]
-                if inputs and node.target not in GUARDS and any(value in program.differentiable for value in node.outputs):
+                if (
+                    inputs
+                    and node.target not in GUARDS
+                    and any(value in program.differentiable for value in node.outputs)
+                ):
                     found_here = self._check_node(node, inputs, environment, states)
                     if found_here is not None:
                         found.setdefault(str(found_here.what) + found_here.where, found_here)
@@ -294,7 +307,8 @@ class _Subject:
                 result = self.function(*args, **kwargs)
             else:
                 state = {
-                    name: moved.get(id(tensor), tensor) for name, tensor in self.module.named_parameters(remove_duplicate=False)
+                    name: moved.get(id(tensor), tensor)
+                    for name, tensor in self.module.named_parameters(remove_duplicate=False)
                 }
                 state |= {name: tensor.clone() for name, tensor in self.module.named_buffers(remove_duplicate=False)}
                 result = torch.func.functional_call(self.module, state, args, kwargs)

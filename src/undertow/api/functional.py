@@ -8,6 +8,7 @@ may have changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Any], 
 
 
 def hvp(function: Callable[..., Any], args: tuple[Any, ...], vectors: tuple[Any, ...]) -> Any:
-    """The Hessian of `function`, a scalar, by all of `args`, times `vectors`: the backward pass differentiated again."""
+    """The Hessian of `function`, a scalar, by all of `args`, times `vectors`."""
     second = _SecondOrder(function, args, tuple(range(len(args))))
     given = [tensor for _, tensor in tensors_in(vectors)]
     if [tensor.shape for tensor in given] != [tensor.shape for tensor in second.recorded.leaves]:
@@ -86,7 +87,9 @@ def hessian(function: Callable[..., Any], argnums: Argnums = 0) -> Callable[...,
         leaves = second.recorded.leaves
         rows = []
         for index, leaf in enumerate(leaves):
-            blocks = [torch.zeros(leaf.numel(), *other.shape, dtype=other.dtype, device=other.device) for other in leaves]
+            blocks = [
+                torch.zeros(leaf.numel(), *other.shape, dtype=other.dtype, device=other.device) for other in leaves
+            ]
             for element in range(leaf.numel()):
                 vectors = [torch.zeros_like(other) for other in leaves]
                 vectors[index].view(-1)[element] = 1
@@ -116,10 +119,9 @@ class _Recorded:
                 raise CallError(f"argument {position}{path} is {tensor.dtype}; a derivative needs floating point")
         self.leaves = [tensor for _, _, tensor in named]
         fresh_args = tuple(
-            replace_tensors(arg, lambda tensor, wanted=index in positions: _fresh(tensor, wanted))
-            for index, arg in enumerate(args)
+            replace_tensors(arg, partial(_fresh, is_wanted=index in positions)) for index, arg in enumerate(args)
         )
-        fresh_kwargs = replace_tensors(kwargs, lambda tensor: _fresh(tensor, False))
+        fresh_kwargs = replace_tensors(kwargs, partial(_fresh, is_wanted=False))
         self.tensors = [tensor for _, tensor in tensors_in((fresh_args, fresh_kwargs))]
         with torch.enable_grad():
             self.captured: Captured = capture(function, fresh_args, fresh_kwargs)
@@ -127,15 +129,17 @@ class _Recorded:
         counts = [sum(1 for _ in tensors_in(arg)) for arg in args]
         alive = {item.value for item in self.captured.program.inputs}
         places = [sum(counts[:position]) + offset for position in positions for offset in range(counts[position])]
-        self.wanted: list[Value | None] = [
-            by_place[place] if by_place[place] in alive else None for place in places
-        ]
+        self.wanted: list[Value | None] = [by_place[place] if by_place[place] in alive else None for place in places]
         self._skeletons = [self._skeleton(position, positions) for position in positions]
 
     def scalar_output(self) -> Value:
         """The one output, which must be a scalar."""
         outputs = self.captured.program.outputs
-        if len(outputs) != 1 or not isinstance(self.captured.skeleton, Slot) or outputs[0].type.num_elements != 1:
+        if (
+            len(outputs) != 1
+            or not isinstance(self.captured.skeleton, Slot)
+            or outputs[0].tensor_type.num_elements != 1
+        ):
             shapes = ", ".join(str(value.type) for value in outputs) or "no tensor"
             raise CallError(f"the function must return one scalar tensor, got {shapes}; for other outputs use ut.vjp")
         return outputs[0]
@@ -196,7 +200,12 @@ class _SecondOrder:
         second = differentiate(forward, gradients, wanted, is_composed=self.recorded.is_nested)
         self._seeded = [_seeded(second, index) for index in range(len(second.cotangents))]
         self._owner = {item.value: item.input for item in first.gradients if item.value is not None}
-        seeds = [torch.ones(item.value.type.shape, dtype=item.value.type.dtype, device=item.value.type.device) for item in first.cotangents]
+        seeds = [
+            torch.ones(
+                item.value.tensor_type.shape, dtype=item.value.tensor_type.dtype, device=item.value.tensor_type.device
+            )
+            for item in first.cotangents
+        ]
         self._run = DirectRun(second, [*self.recorded.bind(second), *seeds], self.recorded.is_nested)
 
     def product(self, vectors: list[torch.Tensor]) -> dict[Value, Any]:

@@ -31,13 +31,15 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     with torch.enable_grad():
         captured = capture(called, fresh_args, fresh_kwargs, module)
     program = captured.program
-    if len(program.outputs) != 1 or program.outputs[0].type.num_elements != 1:
+    if len(program.outputs) != 1 or program.outputs[0].tensor_type.num_elements != 1:
         shapes = ", ".join(str(value.type) for value in program.outputs) or "no tensor"
         raise CallError(f"the function must return one scalar tensor, got {shapes}: reduce it, for example with .sum()")
     wanted = [item.value for item in program.inputs if item.value in program.differentiable]
     joint, cotangents = differentiate_everywhere(program, program.outputs, wanted)
     shown = [item.value for item in program.inputs]
-    shown += [value for node in program.nodes for value in node.outputs if value is not None and node.outputs[0] is value]
+    shown += [
+        value for node in program.nodes for value in node.outputs if value is not None and node.outputs[0] is value
+    ]
     outputs = [*shown, *(cotangents[value] for value in shown if value in cotangents)]
     whole = remove_unused(replace(backward_as_forward(joint, outputs), updates=()))
     tensors = [tensor for _, tensor in tensors_in((fresh_args, fresh_kwargs))]
@@ -65,7 +67,9 @@ def _bind(item: Any, captured: Any, tensors: list[torch.Tensor], module: Any) ->
     if item.value in captured.arguments:
         return tensors[captured.arguments[item.value]]
     if module is None or item.value not in {known.value for known in captured.program.inputs}:
-        return torch.ones(item.value.type.shape, dtype=item.value.type.dtype, device=item.value.type.device)
+        return torch.ones(
+            item.value.tensor_type.shape, dtype=item.value.tensor_type.dtype, device=item.value.tensor_type.device
+        )
     owner, _, name = item.path.rpartition(".")
     return getattr(module.get_submodule(owner), name)
 

@@ -104,7 +104,9 @@ class _Backward(Recorder):
         with _disable_current_modes(), torch._C._DisableAutocast(), torch.enable_grad(), self:
             for value in outputs:
                 if value in self.active:
-                    seed = Input(Value(self.names.unique(f"ct_{value.name}"), value.type), InputKind.COTANGENT, value.name)
+                    seed = Input(
+                        Value(self.names.unique(f"ct_{value.name}"), value.type), InputKind.COTANGENT, value.name
+                    )
                     seeds.append(seed)
                     self._accumulate(value, self.tensor(seed.value))
             for node in reversed(self.program.forward_nodes):
@@ -156,11 +158,12 @@ class _Backward(Recorder):
             return self._pull_back_function(node, target, cts)
         if isinstance(target, OwnOperation) and target.gradient is not None:
             return list(zip(node.args, target.gradient(node.args, *cts), strict=True))
-        base = target
+        base: Any = target
         if isinstance(target, Mutating):
-            base = functional_of(target.target) or target.target if schema_of(target.target).is_inplace else target.target
+            has_own_rule = find_op(target.target) is not None or not schema_of(target.target).is_inplace
+            base = target.target if has_own_rule else functional_of(target.target) or target.target
         op = find_op(base)
-        if op is None or any(value.type.dtype.is_complex for value in node.inputs):
+        if op is None or any(value.tensor_type.dtype.is_complex for value in node.inputs):
             return self._pull_back_through_autograd(node, cts)
         if not op.vjps:
             return []
@@ -193,7 +196,7 @@ class _Backward(Recorder):
         inputs = [node.args[index] for index in positions]
         # Its backward may only run on real tensors; contiguous is the usual layout, and nothing relies on it.
         with self.on_fakes():
-            fakes = [torch.empty(value.type.shape, dtype=value.type.dtype, device=value.type.device) for value in inputs]
+            fakes = [_empty_like(value) for value in inputs]
         return self._emit(CustomFunctionBackward(target, positions), (context, *values), inputs, fakes)
 
     def _pull_back_through_autograd(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
@@ -207,16 +210,18 @@ class _Backward(Recorder):
         values = tuple(None if ct is None else self.value_of(ct) for ct in cts)
         state = self._generator_state(node) if is_random(node.target) else None
         target = ThroughAutograd(node.target, positions)
-        args = (node.args, tuple(node.kwargs), tuple(node.kwargs.values()), values)
+        args: Any = (node.args, tuple(node.kwargs), tuple(node.kwargs.values()), values)
         wanted = [inputs[index] for index in positions]
         with self.on_fakes():
             try:
-                fakes = target(*map_values(args, lambda value: self.tensor(value).fake), None)
+                fakes = target(*map_values((*args, None), lambda value: self.tensor(value).fake))
             except (DynamicOutputShapeException, DataDependentOutputException):
-                fakes = [torch.empty(item.type.shape, dtype=item.type.dtype, device=item.type.device) for item in wanted]
+                fakes = tuple(_empty_like(value) for value in wanted)
         return self._emit(target, (*args, state), wanted, fakes)
 
-    def _emit(self, target: Any, args: Any, inputs: list[Value], fakes: Sequence[torch.Tensor]) -> list[tuple[Any, Any]]:
+    def _emit(
+        self, target: Any, args: Any, inputs: list[Value], fakes: Sequence[torch.Tensor]
+    ) -> list[tuple[Any, Any]]:
         values = self.emit(target, args, {}, fakes)
         return [(item, self.adopt(fake, value)) for item, value, fake in zip(inputs, values, fakes, strict=True)]
 
@@ -275,6 +280,11 @@ def _sum_to_shape(ct: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     dims += [dim for dim in range(leading, ct.dim()) if shape[dim - leading] == 1 and ct.shape[dim] != 1]
     ct = aten.sum.dim_IntList(ct, dims, True) if dims else ct
     return aten.view.default(ct, list(shape)) if leading else ct
+
+
+def _empty_like(value: Value) -> torch.Tensor:
+    kind = value.tensor_type
+    return torch.empty(kind.shape, dtype=kind.dtype, device=kind.device)
 
 
 def map_values_of(kwargs: dict[str, Any], replace_value: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from undertow.capture.functions import opaque_functions
 from undertow.capture.recorder import CaptureRecorder
 from undertow.capture.side_effects import AttributeWatch, PythonRandomness
 from undertow.errors import CaptureError
-from undertow.ir import InputKind, Program, Update, Value, check_program
+from undertow.ir import InputKind, Node, Program, Update, Value, check_program
 from undertow.ir.structure import Slot, replace_tensors, tensors_in
 from undertow.ops.cleaning import remove_unused
 
@@ -50,7 +50,9 @@ class Captured:
     outcomes: tuple[Any, ...]  # what the guards saw, in order
 
 
-def capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: Any = None) -> Captured:
+def capture(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: Any = None
+) -> Captured:
     """Record `function(*args, **kwargs)`; `module` is the module whose parameters and buffers are inputs."""
     modules = dict(module.named_modules()) if module is not None else {}
     _refuse_unrecordable(modules)
@@ -100,7 +102,11 @@ def _traced_parameters(recorder: CaptureRecorder, modules: dict[str, torch.nn.Mo
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for path, module in modules.items():
-            for kind, tensors in ((InputKind.PARAMETER, module._parameters), (InputKind.BUFFER, module._buffers)):
+            groups: list[tuple[InputKind, dict[str, Any]]] = [
+                (InputKind.PARAMETER, module._parameters),
+                (InputKind.BUFFER, module._buffers),
+            ]
+            for kind, tensors in groups:
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         replaced.append((tensors, name, tensor))
@@ -148,7 +154,7 @@ def _finish(
     inputs = tuple(recorder.inputs)
     program = Program(
         inputs=inputs,
-        nodes=tuple(recorder.nodes),
+        nodes=tuple(_without_false_detach(recorder, node) for node in recorder.nodes),
         outputs=tuple(outputs),
         updates=tuple(updates),
         differentiable=recorder.differentiable_values([item.value for item in inputs]),
@@ -156,22 +162,28 @@ def _finish(
     )
     program = check_program(remove_unused(program))
     _refuse_lost_history(recorder, program)
-    constants = {
-        item.value: recorder.reals[item.value] for item in program.inputs if item.kind is InputKind.CONSTANT
-    }
+    constants = {item.value: recorder.reals[item.value] for item in program.inputs if item.kind is InputKind.CONSTANT}
     return Captured(program, skeleton, assignments, constants, arguments, tuple(recorder.outcomes))
+
+
+def _without_false_detach(recorder: CaptureRecorder, node: Node) -> Node:
+    """Autograd detaches an output that it saves and connects it again when it is read: no end of a history."""
+    if node.target is not torch.ops.aten.detach.default or node.outputs[0] is None:
+        return node
+    has_history = any(tensor.grad_fn is not None for tensor in recorder.holders(node.outputs[0]))
+    return replace(node, target=torch.ops.aten.alias.default) if has_history else node
 
 
 def _refuse_lost_history(recorder: CaptureRecorder, program: Program) -> None:
     """Where autograd carries a gradient on a way that was not recorded (TorchScript has its own), stop."""
     for node in program.nodes:
-        for value in node.outputs:
-            if value in program.differentiable and not any(item in program.differentiable for item in node.inputs):
-                if value in recorder.tensors and recorder.tensors[value].grad_fn is not None:
-                    raise CaptureError(
-                        f"the gradient that reaches {node.name} ({node.origin}) takes a way that cannot be recorded, "
-                        f"such as through a TorchScript function; use the Python function it was made from"
-                    )
+        for value in node.kept_outputs:
+            has_history = any(tensor.grad_fn is not None for tensor in recorder.holders(value))
+            if has_history and not any(item in program.differentiable for item in node.inputs):
+                raise CaptureError(
+                    f"the gradient that reaches {node.name} ({node.origin}) takes a way that cannot be recorded, "
+                    f"such as through a TorchScript function; use the Python function it was made from"
+                )
 
 
 def _refuse_shared_updates(recorder: CaptureRecorder, updates: list[Update]) -> None:
@@ -179,7 +191,9 @@ def _refuse_shared_updates(recorder: CaptureRecorder, updates: list[Update]) -> 
         memory = recorder.reals[update.input].untyped_storage().data_ptr()
         for value, real in recorder.reals.items():
             if value is not update.input and memory and real.untyped_storage().data_ptr() == memory:
-                raise CaptureError(f"{update.input} is written in place and shares memory with {value}; clone one of them")
+                raise CaptureError(
+                    f"{update.input} is written in place and shares memory with {value}; clone one of them"
+                )
 
 
 def _refuse_unrecordable(modules: dict[str, torch.nn.Module]) -> None:
@@ -190,6 +204,11 @@ def _refuse_unrecordable(modules: dict[str, torch.nn.Module]) -> None:
                 f"hook a parameter instead, or remove it before planning"
             )
         if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(f"module {path or 'given'} is a TorchScript module; plan the Python module it was made from")
-        if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
-            raise CaptureError(f"module {path or 'given'} has uninitialized (lazy) parameters; run the model once first")
+            raise CaptureError(
+                f"module {path or 'given'} is a TorchScript module; plan the Python module it was made from"
+            )
+        tensors: list[Any] = [*module._parameters.values(), *module._buffers.values()]
+        if any(torch.nn.parameter.is_lazy(tensor) for tensor in tensors):
+            raise CaptureError(
+                f"module {path or 'given'} has uninitialized (lazy) parameters; run the model once first"
+            )

@@ -127,7 +127,9 @@ class _Opaque(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recorder: Any, name: str, outputs: list[Any], flags: list[bool], *tensors: Any) -> Any:
         ctx.recorder, ctx.name = recorder, name
-        ctx.mark_non_differentiable(*(out for out, flag in zip(outputs, flags, strict=True) if not flag and out is not None))
+        ctx.mark_non_differentiable(
+            *(out for out, flag in zip(outputs, flags, strict=True) if not flag and out is not None)
+        )
         ctx.mark_dirty(*(out for out in outputs if any(out is tensor for tensor in tensors)))
         return tuple(outputs)
 
@@ -137,5 +139,3 @@ class _Opaque(torch.autograd.Function):
             f"torch.autograd.grad through the custom Function {ctx.name} inside the recorded code",
             "write its derivative in ordinary operations",
         )
-
-

@@ -51,7 +51,9 @@ class CaptureRecorder(Recorder):
         if twin is not None:
             return twin
         if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise CaptureError(f"{path} is a tensor of layout {tensor.layout}; only dense strided tensors can be recorded")
+            raise CaptureError(
+                f"{path} is a tensor of layout {tensor.layout}; only dense strided tensors can be recorded"
+            )
         value = Value(path if kind is not InputKind.CONSTANT else self.names.unique("constant"), TensorType.of(tensor))
         with _disable_current_modes():
             twin = self.new_tensor(value)
@@ -106,7 +108,7 @@ class CaptureRecorder(Recorder):
     def guard_shapes(self, outputs: Sequence[Value]) -> None:
         """Every step checks that outputs whose shape depends on values have the shape that was seen."""
         for value in outputs:
-            self._guard(GUARD_SHAPE, value, value.type.shape)
+            self._guard(GUARD_SHAPE, value, value.tensor_type.shape)
 
     def _record(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
         recorded = super()._record(func, args, kwargs, result)
@@ -186,7 +188,7 @@ class _PlaceholderEnvironment(dict[Value, Any]):
     """Values that nobody computed are read for their shape alone: they get memory without content."""
 
     def __missing__(self, value: Value) -> torch.Tensor:
-        kind = value.type
+        kind = value.tensor_type
         return torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=kind.device)
 
 

@@ -11,6 +11,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class PythonRandomness:
                 self._readers.append((item.getstate, item.setstate))
             elif numpy_random is not None and type(item) is numpy_random.Generator:
                 bits = item.bit_generator
-                self._readers.append((lambda bits=bits: bits.state, lambda state, bits=bits: setattr(bits, "state", state)))
+                self._readers.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))
         self._before = [read() for read, _ in self._readers]
 
     def was_drawn_from(self) -> bool:
@@ -117,7 +118,9 @@ class PythonRandomness:
                 return
             owner = getattr(argument, "__self__", None)
             if isinstance(owner, self._types) or getattr(owner, "__module__", "") == "numpy.random.mtrand":
-                while frame is not None and (not _is_users(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "random"):
+                while frame is not None and (
+                    not _is_users(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "random"
+                ):
                     frame = frame.f_back
                 found.append(f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}" if frame else "")
 

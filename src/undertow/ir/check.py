@@ -21,7 +21,7 @@ def check_program(program: Program) -> Program:
         if update.input not in inputs:
             raise ProgramError(f"update of {update.input}, which is not an input")
         _require((update.value,), "update", defined)
-        if update.input.type != update.value.type and update.input.type.shape != update.value.type.shape:
+        if update.input.type != update.value.type and update.input.tensor_type.shape != update.value.tensor_type.shape:
             raise ProgramError(f"update of {update.input}: {update.input.type} <- {update.value.type}")
     _define([item.value for item in program.cotangents], "a cotangent", defined, names)
     for node in program.backward_nodes:
@@ -60,9 +60,9 @@ def _require(values: tuple[Value, ...], role: str, defined: set[Value]) -> None:
 
 
 def _check_gradient_type(value: Value, gradient: Value) -> None:
-    if (value.type.shape, value.type.dtype, value.type.device) != (
-        gradient.type.shape,
-        gradient.type.dtype,
-        gradient.type.device,
+    if (value.tensor_type.shape, value.tensor_type.dtype, value.tensor_type.device) != (
+        gradient.tensor_type.shape,
+        gradient.tensor_type.dtype,
+        gradient.tensor_type.device,
     ):
         raise ProgramError(f"gradient of {value}: {gradient.type} where {value.type} is required")

@@ -76,7 +76,9 @@ def _node_rows(nodes: tuple[Node, ...]) -> list[tuple[str, str, str, str]]:
 
 def _align(rows: list[tuple[str, str, str, str]]) -> str:
     # A few very long calls must not push every other line's columns off the screen.
-    widths = [min(max((len(row[column]) for row in rows), default=0), limit) for column, limit in enumerate((64, 28, 10))]
+    widths = [
+        min(max((len(row[column]) for row in rows), default=0), limit) for column, limit in enumerate((64, 28, 10))
+    ]
     lines = []
     for call, types, size, origin in rows:
         line = f"{call:<{widths[0]}}  {types:<{widths[1]}}  {size:>{widths[2]}}  {origin}" if types else call

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from undertow.ir.types import ValueType
+from undertow.ir.types import TensorType, ValueType
 
 
 class Operation(Protocol):
@@ -44,6 +44,12 @@ class Value:
 
     name: str
     type: ValueType
+
+    @property
+    def tensor_type(self) -> TensorType:
+        """The type of a value that is known to be a tensor."""
+        assert isinstance(self.type, TensorType)
+        return self.type
 
     def __str__(self) -> str:
         return f"%{self.name}"
@@ -84,6 +90,11 @@ class Node:
     def inputs(self) -> tuple[Value, ...]:
         """Every Value among the arguments, in order, repetitions included."""
         return tuple(values_in((self.args, tuple(self.kwargs.values()))))
+
+    @property
+    def kept_outputs(self) -> tuple[Value, ...]:
+        """The outputs that have a name."""
+        return tuple(value for value in self.outputs if value is not None)
 
     @property
     def name(self) -> str:

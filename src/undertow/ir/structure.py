@@ -97,4 +97,3 @@ class _SlotMemo(dict[int, Any]):
     def __init__(self, tensors: list[Any]) -> None:
         super().__init__()
         self.tensors = tensors
-

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 
 import torch
+from torch._ops import OpOverload
 
 from undertow.ops.registry import Call, Case, Op, Sampler, case, composed, fused, fused_joint, kink, register
 
@@ -120,6 +121,21 @@ register(
 def _as_float32(number: float) -> float:
     return struct.unpack("f", struct.pack("f", number))[0]
 
+
+def _register_inplace_elu(target: OpOverload, factors: Callable[[Call], tuple[float, float, float]]) -> None:
+    """Eager differentiates the in-place forms from their result, which has other bits than from the input."""
+
+    def composed_form(c: Call, ct: Tensor) -> Tensor:
+        # y > 0 iff x > 0, and where not, exp(b x) = y / (s a) + 1        ct_x = b (y + s a) ct
+        alpha, scale, input_scale = factors(c)
+        return aten.where(c.out > 0, ct * scale, ct * input_scale * (c.out + scale * alpha))
+
+    fused_form = fused(self=lambda c, ct: aten.elu_backward(ct, *factors(c), True, c.out))
+    register(Op(target, (fused_form, composed(self=composed_form))))
+
+
+_register_inplace_elu(aten.elu_.default, lambda c: (c.alpha, c.scale, c.input_scale))
+_register_inplace_elu(aten.celu_.default, lambda c: (c.alpha, 1.0, 1.0 / _as_float32(c.alpha)))
 
 register(
     Op(

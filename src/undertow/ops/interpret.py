@@ -12,7 +12,6 @@ import torch
 
 from undertow.ir import Node, Value, map_values
 from undertow.ops.own import default_generator, is_random
-from undertow.ops.schema import flatten_outputs
 
 
 def run_node(node: Node, environment: dict[Value, Any]) -> None:
@@ -21,7 +20,7 @@ def run_node(node: Node, environment: dict[Value, Any]) -> None:
     kwargs = {name: map_values(item, environment.__getitem__) for name, item in node.kwargs.items()}
     result = node.target(*args, **kwargs)
     outputs = result if isinstance(result, tuple | list) else [result]
-    for value, output in zip(node.outputs, flatten_outputs(outputs) if node.outputs else (), strict=False):
+    for value, output in zip(node.outputs, outputs, strict=False):
         if value is not None:
             environment[value] = output
 
@@ -51,5 +50,5 @@ def generators_of(nodes: Iterable[Node]) -> list[torch.Generator]:
 def generator_of(node: Node) -> torch.Generator:
     """The generator that a random node draws from."""
     given = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, torch.Generator)]
-    device = next(value.type.device for value in (*node.outputs, *node.inputs) if value is not None)
+    device = next(value.tensor_type.device for value in (*node.outputs, *node.inputs) if value is not None)
     return given[0] if given else default_generator(device)

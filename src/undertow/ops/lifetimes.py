@@ -42,9 +42,7 @@ def find_lifetimes(program: Program) -> Lifetimes:
     for index, node in enumerate(program.nodes):
         for value in node.inputs:
             last_use[root[value]] = max(last_use[root[value]], index)
-        for value in node.outputs:
-            if value is None:
-                continue
+        for value in node.kept_outputs:
             source = shared_argument(node.target, node.inputs)
             if source is not None:
                 root[value] = root[source]
@@ -101,9 +99,7 @@ def kept_values(program: Program, lifetimes: Lifetimes) -> tuple[KeptValue, ...]
             root = lifetimes.root[value]
             if root in makers and value in makers:
                 askers.setdefault(root, {})[asker.name if asker is not None else node.name] = None
-    return tuple(
-        KeptValue(root, root.type.num_bytes, makers[root], tuple(found)) for root, found in askers.items()
-    )
+    return tuple(KeptValue(root, root.type.num_bytes, makers[root], tuple(found)) for root, found in askers.items())
 
 
 def make_plan(program: Program) -> Plan:

@@ -36,9 +36,7 @@ class CustomFunction:
                 arg.detach().requires_grad_(needs) if isinstance(arg, torch.Tensor) else arg
                 for arg, needs in zip(args, self.requires_grad, strict=True)
             ]
-            passed = [
-                leaf.clone() if self.is_dirty and isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-            ]
+            passed = [leaf.clone() if self.is_dirty and isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             outputs = flatten_outputs(OriginalApply(self.function, *passed))
             detached = [None if output is None else output.detach() for output in outputs]
         return (*detached, FunctionContext(leaves, outputs)) if any(self.requires_grad) else tuple(detached)

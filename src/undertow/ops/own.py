@@ -100,7 +100,8 @@ class Mutating:
             if isinstance(bound[name], torch.Tensor):
                 bound[name] = _restride(bound[name], bound[name].stride())
                 copies.append(bound[name])
-        outputs = flatten_outputs(call_bound(self.target, bound))
+        result = call_bound(self.target, bound)
+        outputs = flatten_outputs(result) if result is not None else []
         fresh = [output for output in outputs if not any(output is copy for copy in copies)]
         return (*fresh, *copies)
 

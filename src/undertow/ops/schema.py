@@ -5,7 +5,6 @@ Everything is read from the schema and the tags, except `_UNDECLARED_MUTATIONS`,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -95,9 +94,9 @@ def is_mutated(target: OpOverload, bound: dict[str, Any]) -> bool:
 
 
 def flatten_outputs(result: Any) -> list[torch.Tensor | None]:
-    """The tensors an operation returned, in order; a result of other Python types counts as none."""
-    if isinstance(result, torch.Tensor) or result is None:
+    """The tensors an operation returned, in order; None stands for an item that is no tensor (a count, a flag)."""
+    if isinstance(result, torch.Tensor):
         return [result]
-    if isinstance(result, Sequence):
+    if isinstance(result, tuple | list):
         return [item for part in result for item in flatten_outputs(part)]
-    return []
+    return [None]

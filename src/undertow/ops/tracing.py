@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch._dynamo  # PyTorch imports it at the first recording otherwise, and registers types of its own then
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -30,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from undertow.errors import CaptureError
 from undertow.ir import Node, Origin, TensorType, Value, operation_name
 from undertow.ops.own import REPLACE_VALUE, RESTRIDE, Mutating
-from undertow.ops.registry import bind_arguments
+from undertow.ops.registry import bind_arguments, find_op
 from undertow.ops.schema import flatten_outputs, functional_of, is_mutated, schema_of
 from undertow.ops.views import ViewStep, write_through
 
@@ -60,10 +61,12 @@ class TracedTensor(torch.Tensor):
         tensor.recorder = recorder
         return tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise CaptureError(f"{func} was called on a tensor that belongs to a finished capture")
 
     @property
@@ -88,7 +91,9 @@ class TracedTensor(torch.Tensor):
 
     def register_hook(self, hook: Any) -> Any:
         """Refused: the hook would run on a tensor that a planned step never makes."""
-        self.recorder.refuse("a tensor hook (register_hook)", "move the hook to a parameter, or into an autograd.Function")
+        self.recorder.refuse(
+            "a tensor hook (register_hook)", "move the hook to a parameter, or into an autograd.Function"
+        )
 
     def retain_grad(self) -> None:
         """Refused, like a hook."""
@@ -105,7 +110,7 @@ class TracedTensor(torch.Tensor):
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         self.numpy()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TracedTensor({TensorType.of(self.fake)})"
 
 
@@ -138,6 +143,7 @@ class Recorder(TorchDispatchMode):
         self.names = names
         self.nodes: list[Node] = []
         self.tensors: dict[Value, TracedTensor] = {}
+        self.second_tensors: dict[Value, list[TracedTensor]] = {}
         self.settled_requires_grad: dict[Value, bool] = {}
 
     def origin(self) -> Origin:
@@ -168,7 +174,7 @@ class Recorder(TorchDispatchMode):
 
     def new_tensor(self, value: Value) -> TracedTensor:
         """A traced tensor for a value that exists already."""
-        value_type = value.type
+        value_type = value.tensor_type
         with self.on_fakes():
             fake = torch.empty_strided(
                 value_type.shape, value_type.strides, dtype=value_type.dtype, device=value_type.device
@@ -214,7 +220,9 @@ class Recorder(TorchDispatchMode):
             # Autograd detaches what it saves, factories what they make: a second name for the same value.
             source = self.traced(args[0])
             value = self.value_of(source)
-            return self.adopt(source.fake, value, replace(source.alias))
+            second = self.adopt(source.fake, value, replace(source.alias))
+            self.second_tensors.setdefault(value, []).append(second)
+            return second
         if is_mutated(func, bind_arguments(func, args, kwargs)):
             return self._record_mutation(func, args, kwargs)
         fake_args, fake_kwargs = self.fakes_of((args, kwargs))
@@ -233,7 +241,7 @@ class Recorder(TorchDispatchMode):
         self.nodes.append(Node(target, args, kwargs, outputs, self.origin()))
         return list(outputs)
 
-    def emit_view(self, step: ViewStep, value: Value, fake: torch.Tensor) -> tuple[Value, torch.Tensor]:
+    def emit_view(self, step: ViewStep, value: Value, fake: torch.Tensor) -> tuple[Value, Any]:
         """Append the view `step` of `value`."""
         with self.on_fakes():
             outputs = flatten_outputs(step.target(fake, *step.args, **step.kwargs))
@@ -264,15 +272,17 @@ class Recorder(TorchDispatchMode):
                 step = ViewStep(func, tuple(value_args[1:]), value_kwargs, index)
                 alias = Alias(source.storage, (*source.steps, step), value, source.storage.version)
             tensors.append(self.adopt(fake, value, alias))
-        if schema.returns_single:
+        if not isinstance(result, tuple | list):
             return tensors[0]
-        return tensors if isinstance(result, list) else tuple(tensors)
+        numbers = iter(tensors)
+        rebuilt = [next(numbers) if isinstance(item, torch.Tensor) else _skip(item, numbers) for item in result]
+        return rebuilt if isinstance(result, list) else tuple(rebuilt)
 
     def _record_mutation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         if torch.Tag.inplace_view in func.tags and functional_of(func) is not None:
             return self._record_inplace_view(func, args, kwargs)
         functional = functional_of(func) if schema_of(func).is_inplace and not schema_of(func).is_random else None
-        if functional is None:
+        if functional is None or find_op(func) is not None:
             return self._record_generic_mutation(func, args, kwargs)
         target = self.traced(args[0])
         fake_args, fake_kwargs = self.fakes_of((args, kwargs))
@@ -316,12 +326,14 @@ class Recorder(TorchDispatchMode):
             result = func(*fake_args, **fake_kwargs)
         if any(target.fake.shape != shape for target, shape in zip(targets, shapes, strict=True)):
             self.refuse(f"{operation_name(func)}, which changes a tensor's size in place", "make a new tensor instead")
-        fakes = flatten_outputs(result)
+        fakes = flatten_outputs(result) if result is not None else []
         fresh = [fake for fake in fakes if not any(fake is target.fake for target in targets)]
         values = self.emit(Mutating(func), value_args, value_kwargs, [*fresh, *(target.fake for target in targets)])
         for target, value in zip(targets, values[len(fresh) :], strict=True):
             self.write(target, value, target.fake)
-        tensors = [self.adopt(fake, value) for fake, value in zip(fresh, values, strict=False)]
+        tensors = [
+            None if fake is None else self.adopt(fake, value) for fake, value in zip(fresh, values, strict=False)
+        ]
         if not fresh:
             return mutated[0]
         return tensors[0] if schema_of(func).returns_single else tuple(tensors)
@@ -358,8 +370,12 @@ class Recorder(TorchDispatchMode):
         """Whether eager carries a gradient through the tensor that holds `value`; None if no tensor does."""
         if value in self.settled_requires_grad:
             return self.settled_requires_grad[value]
-        tensor = self.tensors.get(value)
-        return None if tensor is None else tensor.requires_grad
+        holders = self.holders(value)
+        return any(tensor.requires_grad for tensor in holders) if holders else None
+
+    def holders(self, value: Value) -> list[TracedTensor]:
+        """The tensors that hold `value`."""
+        return ([self.tensors[value]] if value in self.tensors else []) + self.second_tensors.get(value, [])
 
     def _settle(self, tensor: TracedTensor) -> None:
         # A write may give the tensor a history; whether its value until now had one is known only before.
@@ -403,6 +419,12 @@ def map_tensors(arguments: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(arguments, tuple | list) and not isinstance(arguments, torch.Size):
         return tuple(map_tensors(item, change) for item in arguments)
     return arguments
+
+
+def _skip(item: Any, numbers: Iterator[Any]) -> Any:
+    """An output that is no tensor (a count, a flag) is handed on as it is."""
+    next(numbers)
+    return item
 
 
 def _is_pair(argument: Any) -> bool:

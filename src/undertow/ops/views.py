@@ -44,8 +44,8 @@ def write_through(
     if not steps:
         return new_value, new_fake
     step, rest = steps[0], steps[1:]
-    part = recorder.emit_view(step, value, fake) if rest else (value, fake)
-    new_part = write_through(recorder, *part, rest, new_value, new_fake)
+    part_value, part_fake = recorder.emit_view(step, value, fake) if rest else (value, fake)
+    new_part = write_through(recorder, part_value, part_fake, rest, new_value, new_fake)
     return _invert(recorder, step, (value, fake), new_part)
 
 

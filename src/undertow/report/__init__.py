@@ -1,0 +1,1 @@
+"""What a Program costs, as data, text and pictures."""

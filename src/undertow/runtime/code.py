@@ -22,7 +22,10 @@ aten = torch.ops.aten
 SEGMENT_BYTES = 1 << 20
 
 # What the rules record as a view of a cotangent is a copy where the user's own cotangent has other strides.
-_BACKWARD_TARGETS = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+_BACKWARD_TARGETS: dict[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,9 +150,7 @@ class _Writer:
             for value in dict.fromkeys(node.inputs):
                 if last_read[value] == position and value not in ends:
                     drop(value)
-            for value in node.outputs:
-                if value is None:
-                    continue
+            for value in node.kept_outputs:
                 known.add(value)
                 if self.last_stretch.get(value, -1) > index:
                     lines.append(f"slots[{self.slots[value]}] = {self._name(value)}")

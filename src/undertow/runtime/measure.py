@@ -37,7 +37,7 @@ def measure_call(call: Callable[[], Any], persistent: Iterable[torch.Tensor]) ->
         start = time.perf_counter()
         call()
         elapsed = time.perf_counter() - start
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results = profiler.profiler.kineto_results
     events = [event for event in results.events() if event.name() == "[memory]"]
     peak = current = alive
     for event in sorted(events, key=lambda event: event.start_ns()):

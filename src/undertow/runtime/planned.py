@@ -254,6 +254,6 @@ def make_planned(model: torch.nn.Module, make_runner: Callable[[torch.nn.Module,
         "undertow_runner": runner,
         "plan": property(lambda self: runner.plan),
     }
-    planned = object.__new__(type(kind.__name__, (kind,), namespace))
+    planned: Any = object.__new__(type(kind.__name__, (kind,), namespace))
     planned.__dict__ = model.__dict__
     return planned

@@ -183,5 +183,6 @@ def attach_backward(run: Run, outputs: list[Any], differentiable: Sequence[int])
         carried = [outputs[place] for place in differentiable] if index == 0 else None
         token = _SegmentNode.apply(run, index, owners, carried, sentinel, token, *leaves)
         owners = []
+    assert token is not None, "a differentiable output has a segment that leads to it"
     for place, tensor in zip(differentiable, token, strict=True):
         outputs[place] = tensor
