@@ -151,14 +151,14 @@ def _finish(
         if storage is not None and storage.version > 0:
             updates.append(Update(item.value, storage.value))
     _refuse_shared_updates(recorder, updates)
-    inputs = tuple(recorder.inputs)
+    inputs, nodes = tuple(recorder.inputs), tuple(recorder.nodes)
     program = Program(
         inputs=inputs,
-        nodes=tuple(_without_false_detach(recorder, node) for node in recorder.nodes),
+        nodes=tuple(_without_false_detach(recorder, node) for node in nodes),
         outputs=tuple(outputs),
         updates=tuple(updates),
         differentiable=recorder.differentiable_values([item.value for item in inputs]),
-        num_forward_nodes=len(recorder.nodes),
+        num_forward_nodes=len(nodes),
     )
     program = check_program(remove_unused(program))
     _refuse_lost_history(recorder, program)
@@ -170,16 +170,21 @@ def _without_false_detach(recorder: CaptureRecorder, node: Node) -> Node:
     """Autograd detaches an output that it saves and connects it again when it is read: no end of a history."""
     if node.target is not torch.ops.aten.detach.default or node.outputs[0] is None:
         return node
-    has_history = any(tensor.grad_fn is not None for tensor in recorder.holders(node.outputs[0]))
-    return replace(node, target=torch.ops.aten.alias.default) if has_history else node
+    return replace(node, target=torch.ops.aten.alias.default) if _has_history(recorder, node.outputs[0]) else node
+
+
+def _has_history(recorder: CaptureRecorder, value: Value) -> bool:
+    # For a view of something written in place, autograd makes the history when it is asked, by running view operations.
+    with recorder:
+        return any(tensor.grad_fn is not None for tensor in recorder.holders(value))
 
 
 def _refuse_lost_history(recorder: CaptureRecorder, program: Program) -> None:
     """Where autograd carries a gradient on a way that was not recorded (TorchScript has its own), stop."""
     for node in program.nodes:
         for value in node.kept_outputs:
-            has_history = any(tensor.grad_fn is not None for tensor in recorder.holders(value))
-            if has_history and not any(item in program.differentiable for item in node.inputs):
+            is_unexplained = not any(item in program.differentiable for item in node.inputs)
+            if value in program.differentiable and is_unexplained and _has_history(recorder, value):
                 raise CaptureError(
                     f"the gradient that reaches {node.name} ({node.origin}) takes a way that cannot be recorded, "
                     f"such as through a TorchScript function; use the Python function it was made from"

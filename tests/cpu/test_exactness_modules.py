@@ -1,0 +1,226 @@
+"""Small modules with the constructs that capture must carry: bits of three training steps as eager has them."""
+
+import dataclasses
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import assert_same_steps
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Bare(nn.Module):
+    """A linear layer, and whatever the case does with it."""
+
+    def __init__(self, body, **extra):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.body = body
+        for name, item in extra.items():
+            self.register_buffer(name, item) if isinstance(item, torch.Tensor) else setattr(self, name, item)
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+@dataclasses.dataclass
+class Result:
+    hidden: torch.Tensor
+    parts: dict
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return torch.sin(factor * x)
+
+    @staticmethod
+    def backward(ctx, ct):
+        (x,) = ctx.saved_tensors
+        return ct * ctx.factor * torch.cos(ctx.factor * x) * 1.5, None  # not the derivative, on purpose
+
+
+class DoubleInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct * 2
+
+
+class ThroughNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.from_numpy(numpy.sin(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct * ctx.saved_tensors[0].cos()
+
+
+def write_column(m, x):
+    h = m.linear(x)
+    h[:, 0] = 0
+    h[:, 1:3] *= 2
+    h.t()[4].exp_()
+    return h
+
+
+def fill_rows(m, x):
+    out = torch.zeros(4, 8)
+    out[:, :4] = m.linear(x)[:, :4]
+    out[:, 4:] = m.linear(x)[:, 4:] * 2
+    return out
+
+
+def average_buffer(m, x):
+    h = m.linear(x)
+    m.average.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+    return h - m.average
+
+
+def reassign_buffer(m, x):
+    m.average = m.average * 0.9 + x.mean(0) * 0.1
+    return m.linear(x) * m.average
+
+
+def under_no_grad(m, x):
+    h = m.linear(x)
+    with torch.no_grad():
+        scale = h.abs().mean()
+        h.mul_(2)
+    return h / scale
+
+
+def gradient_penalty(m, x):
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(torch.tanh(m.linear(x)).sum(), x, create_graph=True)
+    return m.linear(x) + (slope.norm(2, 1, keepdim=True) - 1) ** 2
+
+
+def layer_drop(m, x):
+    for _ in range(3):
+        if torch.rand([]) < 0.5:
+            x = torch.tanh(m.linear(x))
+    return m.linear(x)
+
+
+def mask_assignment(m, x):
+    h = m.linear(x)
+    h[x > 0] = m.linear(x)[x > 0] * 2
+    return h
+
+
+def remember(m, x):
+    m.last = m.linear(x)
+    return m.last * 2
+
+
+def autocast_inside(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        h = m.linear(m.linear(x))
+        with torch.autocast("cpu", enabled=False):
+            h = m.linear(h.float())
+    return h
+
+
+CASES = {
+    "write_column": Bare(write_column),
+    "fill_rows": Bare(fill_rows),
+    "average_buffer": Bare(average_buffer, average=torch.zeros(8)),
+    "reassign_buffer": Bare(reassign_buffer, average=torch.ones(8)),
+    "under_no_grad": Bare(under_no_grad),
+    "gradient_penalty": Bare(gradient_penalty),
+    "layer_drop": Bare(layer_drop),
+    "mask_assignment": Bare(mask_assignment),
+    "remember": Bare(remember),
+    "autocast_inside": Bare(autocast_inside),
+    "one_layer_many_times": Bare(lambda m, x: m.linear(torch.tanh(m.linear(torch.tanh(m.linear(x)))))),
+    "elu_in_place": Bare(lambda m, x: F.elu_(m.linear(x), 1.3) + F.celu_(m.linear(x), 0.7) + F.selu_(m.linear(x))),
+    "dataclass": Bare(lambda m, x: Result(m.linear(x), {"again": [m.linear(x) * 2, None, "text"]})),
+    "unused_output": Bare(lambda m, x: (m.linear(x), m.linear(x * 2))),
+    "returns_input": Bare(lambda m, x: (m.linear(x), x, m.linear.weight)),
+    "transposed_in_place": Bare(lambda m, x: m.linear(x).t_().contiguous().unsqueeze_(0)),
+    "data_write": Bare(lambda m, x: (lambda h: (h.data.mul_(2), h)[1])(m.linear(x))),
+    "function": Bare(lambda m, x: Sine.apply(m.linear(x), 3.0)),
+    "function_in_place": Bare(lambda m, x: DoubleInPlace.apply(m.linear(x) * 1)),
+    "function_through_numpy": Bare(lambda m, x: ThroughNumpy.apply(m.linear(x))),
+    "checkpoint": Bare(lambda m, x: checkpoint(lambda h: F.dropout(m.linear(h), 0.5), m.linear(x), use_reentrant=False)),
+    "complex": Bare(lambda m, x: torch.fft.rfft(m.linear(x)).abs()),
+    "generator": Bare(lambda m, x: m.linear(x) * torch.rand(4, 8, generator=m.source), source=torch.Generator()),
+    "batch_norm": nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8)),
+    "spectral_norm": nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+    "weight_norm": nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+    "lstm": nn.LSTM(8, 5, 2, batch_first=True, dropout=0.2, bidirectional=True),
+    "gru": nn.GRU(8, 5, 2, dropout=0.2),
+    "transformer_layer": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+}
+
+
+def loss_of(result):
+    if isinstance(result, Result):
+        result = (result.hidden, result.parts["again"][0])
+    if isinstance(result, torch.Tensor):
+        result = (result,)
+    return result[0].float().square().mean() + result[0].float().sin().mean()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_as_eager(name):
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    if name in ("lstm", "gru", "transformer_layer"):
+        x = torch.randn(2, 4, 8)
+    num_steps = 8 if name == "layer_drop" else 3
+    if name == "generator":
+        CASES[name].source.manual_seed(3)
+    assert_same_steps(CASES[name], (x,), {}, loss_of, num_steps=num_steps)
+
+
+def test_tied_and_frozen_and_unused_parameters():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    model[2].bias.requires_grad_(False)
+    model.spare = nn.Parameter(torch.ones(3))
+
+    planned = assert_same_steps(model_with_forward(model), (torch.randn(4, 8),), {}, loss_of)
+    assert planned.spare.grad is None and planned[2].bias.grad is None
+
+
+def model_with_forward(model):
+    """The same layers behind an ordinary forward method."""
+
+    class Chain(nn.Sequential):
+        def forward(self, x):
+            return self[2](torch.relu(self[1](self[0](x))))
+
+    chain = Chain(model[0], model[1], model[2])
+    chain.spare = model.spare
+    return chain
+
+
+@pytest.mark.parametrize("shape", ["batch 0", "batch 1", "strided", "expanded"])
+def test_unusual_inputs(shape):
+    x = {
+        "batch 0": torch.randn(0, 8),
+        "batch 1": torch.randn(1, 8),
+        "strided": torch.randn(8, 8).t()[::2],
+        "expanded": torch.randn(8).expand(4, 8),
+    }[shape]
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+    assert_same_steps(model, (x,), {}, lambda out: out.square().sum())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_not_finite_inputs(bad):
+    x = torch.randn(4, 8)
+    x[1, 2] = bad
+    assert_same_steps(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), (x,), {}, lambda out: out.sum())
