@@ -110,9 +110,7 @@ FAMILIES = {
         {w}.view(-1)[1:].mul_({x}); {w}.index_add_(0, torch.arange(2), {b}); {w}.diagonal().fill_({x}); {w}.exp_();
         {w}[..., ::2].sigmoid_(); {w}[:, 1:] = {b}""",
 }  # fmt: skip
-TEMPLATES = {
-    family: tuple(item.strip() for item in text.split(";")) for family, text in FAMILIES.items()
-}
+TEMPLATES = {family: tuple(item.strip() for item in text.split(";")) for family, text in FAMILIES.items()}
 WEIGHTS = {"unary": 3, "binary": 4, "matrix": 2, "view": 3, "in place": 3}
 
 
@@ -218,7 +216,11 @@ class _Builder:
 
     def _operands(self, template: str) -> tuple[list[str], str] | None:
         """The values a statement uses and its text; None where there is no memory to write to."""
-        fields = {"d": self.chance.randint(-2, 2), "k": self.chance.randint(0, 1), "x": self.chance.choice((0.5, 1.25, 2))}
+        fields = {
+            "d": self.chance.randint(-2, 2),
+            "k": self.chance.randint(0, 1),
+            "x": self.chance.choice((0.5, 1.25, 2)),
+        }
         used = []
         for field in dict.fromkeys(re.findall(r"{([abcstw])}", template)):
             if field == "w":
@@ -252,7 +254,9 @@ class _Builder:
         if not all(map(_is_tame, tensors)):
             return False
         names = [f"v{len(self.names) + offset}" for offset in range(len(tensors))]
-        self.lines.append(f"{', '.join(names)}{',' * (isinstance(result, tuple | list) and len(tensors) == 1)} = {line}")
+        self.lines.append(
+            f"{', '.join(names)}{',' * (isinstance(result, tuple | list) and len(tensors) == 1)} = {line}"
+        )
         for name, tensor in zip(names, tensors, strict=True):
             self._add(name, tensor)
             if len(tensors) > 1:

@@ -26,7 +26,7 @@ from undertow.runtime.measure import measure_call
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "hessian_cost.json"
 NUM_EXAMPLES, NUM_FEATURES = 32, 10
-WIDTHS = (8, 25)  # 12 parameters each, and one: 97 to 9,997
+WIDTHS = (8, 25, 83, 250, 833)  # 12 parameters each, and one: 97 to 9,997
 NUM_REPEATS = 5
 
 
@@ -96,6 +96,8 @@ def describe_machine() -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write."""
+    # Products this small gain nothing from a second thread, and wait for it whenever its core is busy.
+    torch.set_num_threads(1)
     machine = describe_machine()
     rows = []
     for width in WIDTHS:

@@ -153,7 +153,9 @@ CASES = {
     "function": Bare(lambda m, x: Sine.apply(m.linear(x), 3.0)),
     "function_in_place": Bare(lambda m, x: DoubleInPlace.apply(m.linear(x) * 1)),
     "function_through_numpy": Bare(lambda m, x: ThroughNumpy.apply(m.linear(x))),
-    "checkpoint": Bare(lambda m, x: checkpoint(lambda h: F.dropout(m.linear(h), 0.5), m.linear(x), use_reentrant=False)),
+    "checkpoint": Bare(
+        lambda m, x: checkpoint(lambda h: F.dropout(m.linear(h), 0.5), m.linear(x), use_reentrant=False)
+    ),
     "complex": Bare(lambda m, x: torch.fft.rfft(m.linear(x)).abs()),
     "generator": Bare(lambda m, x: m.linear(x) * torch.rand(4, 8, generator=m.source), source=torch.Generator()),
     "batch_norm": nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8)),

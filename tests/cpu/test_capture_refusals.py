@@ -1,0 +1,147 @@
+"""What cannot be recorded faithfully is refused, with the line and a way out; what is wrong fails as in eager."""
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import undertow as ut
+
+
+class Body(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.body = body
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def plan(body, x=None):
+    return ut.plan(Body(body), (torch.randn(4, 8) if x is None else x,))
+
+
+def test_python_randomness_names_the_line():
+    with pytest.raises(ut.CaptureError, match=r"test_capture_refusals\.py:\d+.*torch\.rand"):
+        plan(lambda m, x: m.linear(x) * random.random())
+
+
+def test_numpy_randomness_names_the_line():
+    with pytest.raises(ut.CaptureError, match=r"test_capture_refusals\.py:\d+"):
+        plan(lambda m, x: m.linear(x) * float(numpy.random.rand()))
+
+
+def test_a_generator_of_ones_own_is_noticed():
+    source = numpy.random.default_rng(0)
+    with pytest.raises(ut.CaptureError, match=r"test_capture_refusals\.py:\d+"):
+        plan(lambda m, x: m.linear(x) * float(source.random()))
+
+
+def test_tensor_hooks_name_the_line():
+    def body(m, x):
+        h = m.linear(x)
+        h.register_hook(lambda ct: ct * 2)
+        return h
+
+    with pytest.raises(ut.CaptureError, match=r"hook.*test_capture_refusals\.py:\d+"):
+        plan(body)
+
+
+def test_module_backward_hooks_name_the_module():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model[1].register_full_backward_hook(lambda *args: None)
+    with pytest.raises(ut.CaptureError, match="module 1 has a backward hook"):
+        ut.plan(model, (torch.randn(4, 8),))
+
+
+def test_python_state_is_named():
+    def body(m, x):
+        m.count = getattr(m, "count", 0) + 1
+        return m.linear(x)
+
+    with pytest.raises(ut.CaptureError, match="count"):
+        plan(body)
+
+
+def test_numpy_conversion_is_refused():
+    with pytest.raises(ut.CaptureError, match="NumPy"):
+        plan(lambda m, x: m.linear(x) * float(m.linear(x).detach().numpy().sum()))
+
+
+def test_too_many_outcomes():
+    planned = plan(lambda m, x: m.linear(x) * x.sum().item())
+    with pytest.raises(ut.TooManyOutcomes, match=r"test_capture_refusals\.py:\d+.*torch\.where"):
+        for number in range(70):
+            planned(torch.full((4, 8), float(number)))
+
+
+def test_branches_are_cached():
+    planned = plan(lambda m, x: m.linear(x) if x.sum() > 0 else m.linear(x) * 2)
+    for number in (1.0, -1.0, 2.0, -2.0, 3.0):
+        x = torch.full((4, 8), number)
+        expected = nn.Module.__call__(planned, x)
+        assert torch.equal(expected, planned.linear(x) * (1 if number > 0 else 2))
+    (variants,) = planned.undertow_runner._variants.values()
+    assert len(variants) == 2
+
+
+def test_a_miss_leaves_no_trace():
+    """The generator and the buffers are as before the step when the other way is captured."""
+
+    def body(m, x):
+        m.norm.train()
+        h = m.norm(torch.nn.functional.dropout(m.linear(x), 0.5))
+        return h if torch.rand([]) < 0.5 else h * 2
+
+    model = Body(body)
+    model.norm = nn.BatchNorm1d(8)
+    x = torch.randn(4, 8)
+    planned = ut.plan(model, (x,))
+    for _ in range(6):
+        planned(x)
+    assert planned.norm.num_batches_tracked == 6
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
+def test_wrapped_models_are_refused(wrap):
+    with pytest.raises(ut.CallError, match="plan"):
+        ut.plan(wrap(nn.Linear(8, 8)), (torch.randn(4, 8),))
+
+
+def test_calls_that_are_wrong():
+    model = nn.Linear(8, 8)
+    with pytest.raises(ut.CallError, match="tuple"):
+        ut.plan(model, torch.randn(4, 8))
+    with pytest.raises(ut.CallError, match="nn.Module"):
+        ut.plan(torch.relu, (torch.randn(4, 8),))
+    with pytest.raises(ut.CallError, match="dict"):
+        ut.plan(model, (torch.randn(4, 8),), [1])
+
+
+def test_wrong_shapes_and_missing_arguments_fail_as_eager_does():
+    planned = ut.plan(nn.Linear(8, 8), (torch.randn(4, 8),))
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        planned(torch.randn(4, 9))
+    with pytest.raises(TypeError, match="missing"):
+        planned()
+
+
+def test_strict_names_operations_without_a_rule():
+    with pytest.raises(ut.MissingRule, match="fft"):
+        ut.plan(Body(lambda m, x: torch.fft.rfft(m.linear(x)).abs()), (torch.randn(4, 8),), strict=True)
+
+
+def test_a_model_without_parameters():
+    planned = ut.plan(nn.Sequential(nn.Tanh(), nn.Softmax(-1)), (torch.randn(4, 8),))
+    x = torch.randn(4, 8, requires_grad=True)
+    planned(x)[:, 0].sum().backward()
+    expected = torch.autograd.grad(torch.softmax(torch.tanh(x), -1)[:, 0].sum(), x)[0]
+    assert torch.equal(x.grad, expected)
+
+
+def test_second_order_through_an_operation_without_a_rule_is_refused():
+    with pytest.raises(ut.MissingRule, match="fft"):
+        ut.hessian(lambda x: torch.fft.rfft(x).abs().sum())(torch.randn(4))

@@ -1,0 +1,132 @@
+"""Every Python block of the README and the docs runs, and prints what the page says.
+
+The blocks of a page run in order, in one namespace, in an empty folder beside the repository's `benchmarks`. The `text`
+block that directly follows a Python block is its output; `text no-compare` marks one that no two runs share, such as
+times. What a page writes under `docs` must be the file that the repository holds. Lines are numbered as in the page, so
+that a printed `page.md:12` is where the reader finds it.
+
+`python tests/cpu/test_docs.py` writes the outputs, and the files that pages make, anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+@dataclass
+class Block:
+    """A Python block, the line its code starts at, and the place of the output that follows it, if one does."""
+
+    code: str
+    line: int
+    output: re.Match[str] | None
+
+    @property
+    def is_compared(self) -> bool:
+        return self.output is None or self.output["kind"] == "text"
+
+
+def blocks_of(page: str) -> list[Block]:
+    fences = list(FENCE.finditer(page))
+    found = []
+    for fence, following in zip(fences, [*fences[1:], None], strict=True):
+        if fence["kind"] != "python":
+            continue
+        is_output = (
+            following is not None
+            and following["kind"].split()[:1] == ["text"]
+            and not page[fence.end() : following.start()].strip()
+        )
+        line = page.count("\n", 0, fence.start("body")) + 1
+        found.append(Block(fence["body"], line, following if is_output else None))
+    return found
+
+
+def run(blocks: list[Block], page: Path) -> Iterator[str]:
+    """What each block prints."""
+    namespace = {"__name__": "__main__"}
+    for block in blocks:
+        printed = io.StringIO()
+        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, namespace)
+        yield "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
+
+
+@contextlib.contextmanager
+def folder_of_a_reader() -> Iterator[Path]:
+    """An empty folder to run in that holds what pages read, and room for what they write."""
+    with tempfile.TemporaryDirectory() as name, torch.random.fork_rng(devices=[]), contextlib.chdir(name):
+        folder = Path(name)
+        (folder / "docs" / "pictures").mkdir(parents=True)
+        os.symlink(ROOT / "benchmarks", folder / "benchmarks")
+        yield folder
+
+
+def written_files(folder: Path) -> dict[Path, bytes]:
+    """What a page wrote, by its place in the repository."""
+    files = [path for path in (folder / "docs").rglob("*") if path.is_file()]
+    return {ROOT / path.relative_to(folder): path.read_bytes() for path in files}
+
+
+def test_there_are_pages():
+    assert len(PAGES) >= 5
+    assert all(blocks_of(page.read_text()) for page in PAGES if page.name == "README.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page_prints_what_it_says(page):
+    blocks = blocks_of(page.read_text())
+    with folder_of_a_reader() as folder:
+        for block, printed in zip(blocks, run(blocks, page), strict=True):
+            if block.is_compared:
+                said = block.output["body"].rstrip("\n") if block.output else ""
+                lines = difflib.unified_diff(said.splitlines(), printed.splitlines(), "the page", "the code", lineterm="")
+                assert said == printed, "\n".join([f"{page.name}:{block.line}", *lines])
+        for path, content in written_files(folder).items():
+            assert path.is_file() and path.read_bytes() == content, f"{path.relative_to(ROOT)} is not what {page.name} makes"
+        shown = {ROOT / "docs" / name for name in LINK.findall(page.read_text()) if name.startswith("pictures/")}
+        assert shown <= written_files(folder).keys(), "a picture that the page's code does not make"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert not missing
+
+
+def rewrite(page: Path) -> None:
+    """Put what the code prints and makes now into the page and beside it."""
+    text = page.read_text()
+    blocks = blocks_of(text)
+    with folder_of_a_reader() as folder:
+        pairs = list(zip(blocks, run(blocks, page), strict=True))
+        for path, content in written_files(folder).items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+    # From the end, so that the places of earlier blocks stay right; line numbers settle in a second run.
+    for block, printed in reversed(pairs):
+        if block.output is not None and block.is_compared:
+            text = text[: block.output.start("body")] + printed + "\n" + text[block.output.end("body") :]
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    for path in PAGES * 2:
+        rewrite(path)

@@ -1,0 +1,280 @@
+"""A planned module in the hands of user code: it behaves as the module it was made from."""
+
+import copy
+import inspect
+import io
+
+import pytest
+import torch
+from exactness import same_bits
+from torch import nn
+
+import undertow as ut
+
+
+def make(dropout=0.3):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(dropout), nn.Linear(16, 3)
+    )
+
+
+def pair():
+    eager = make()
+    copied = copy.deepcopy(eager)
+    return eager, ut.plan(copied, (torch.randn(4, 8),))
+
+
+def gradients(model):
+    return {name: None if item.grad is None else item.grad.clone() for name, item in model.named_parameters()}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    assert [name for name in left if not same_bits(left[name], right[name])] == []
+
+
+def run_both(models, act):
+    """The result of `act(model)` for each, under the same generator state."""
+    results = []
+    for model in models:
+        torch.manual_seed(7)
+        results.append((act(model), gradients(model), dict(model.named_buffers()), torch.get_rng_state()))
+    (_, left, left_buffers, left_state), (_, right, right_buffers, right_state) = results
+    assert_same(left, right)
+    assert_same(left_buffers, right_buffers)
+    assert torch.equal(left_state, right_state)
+    return results[0][0], results[1][0]
+
+
+def test_it_is_the_module():
+    model = make()
+    planned = ut.plan(model, (torch.randn(4, 8),))
+    assert isinstance(planned, nn.Sequential) and type(planned).__name__ == "Sequential"
+    assert [id(item) for item in planned.parameters()] == [id(item) for item in model.parameters()]
+    assert list(planned.state_dict()) == list(model.state_dict())
+    assert inspect.signature(planned.forward) == inspect.signature(model.forward)
+    assert planned[0] is model[0] and planned.training is model.training
+    planned.eval()
+    assert not model.training
+    with pytest.raises(AttributeError):
+        planned.nothing_of_that_name  # noqa: B018
+
+
+def test_two_forwards_before_a_backward():
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+
+    def act(model):
+        first, second = model(x), model(y)
+        (first.sum() + second.square().sum()).backward()
+
+    run_both(pair(), act)
+
+
+def test_gradient_accumulation():
+    def act(model):
+        for _ in range(3):
+            model(torch.randn(4, 8)).square().mean().backward()
+
+    run_both(pair(), act)
+
+
+def test_retained_graph_runs_again():
+    x = torch.randn(4, 8)
+
+    def act(model):
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    run_both(pair(), act)
+
+
+def test_second_backward_without_retaining_is_eagers_error():
+    planned = pair()[1]
+    loss = planned(torch.randn(4, 8)).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_gradient_of_some_parameters():
+    x = torch.randn(4, 8)
+
+    def act(model):
+        return torch.autograd.grad(model(x).square().sum(), [model[4].weight, model[0].bias])
+
+    left, right = run_both(pair(), act)
+    assert all(map(same_bits, left, right))
+
+
+def test_gradient_reaches_an_argument_with_history():
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def act(model):
+        x.grad = None
+        model(x * 2).sum().backward()
+        return x.grad.clone()
+
+    left, right = run_both(pair(), act)
+    assert same_bits(left, right)
+
+
+def test_given_cotangent_of_a_matrix():
+    def act(model):
+        model(torch.ones(4, 8)).backward(torch.arange(12.0).reshape(4, 3))
+
+    run_both(pair(), act)
+
+
+def test_requires_grad_toggled_later():
+    eager, planned = pair()
+    for flag in (False, True):
+        for model in (eager, planned):
+            model.zero_grad()
+            model[0].weight.requires_grad_(flag)
+        run_both((eager, planned), lambda model: model(torch.ones(4, 8)).sum().backward())
+
+
+def test_eval_no_grad_and_inference_mode():
+    eager, planned = pair()
+    x = torch.randn(4, 8)
+    eager.eval(), planned.eval()
+    assert same_bits(eager(x), planned(x)) and planned(x).requires_grad
+    with torch.no_grad():
+        assert same_bits(eager(x), planned(x)) and not planned(x).requires_grad
+    with torch.inference_mode():
+        assert same_bits(eager(x), planned(x))
+
+
+def test_new_shapes_are_captured():
+    run_both(pair(), lambda model: [model(torch.ones(size, 8)).sum().backward() for size in (2, 5, 2)])
+
+
+def test_python_attributes_are_part_of_the_capture():
+    def act(model):
+        model[3].p = 0.9
+        model(torch.ones(4, 8)).sum().backward()
+
+    run_both(pair(), act)
+
+
+def test_hooks_fire():
+    def act(model):
+        seen = []
+        handles = [
+            model[0].weight.register_hook(lambda ct: seen.append("before") or ct * 2),
+            model[0].weight.register_post_accumulate_grad_hook(lambda item: seen.append("after")),
+            model.register_forward_hook(lambda module, args, result: seen.append("forward")),
+        ]
+        model(torch.ones(4, 8)).sum().backward()
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    left, right = run_both(pair(), act)
+    assert left == right == ["forward", "before", "after"]
+
+
+def test_gradients_arrive_as_they_are_completed():
+    """A large last layer's gradient is there before the first layer's backward pass runs."""
+    model = nn.Sequential(nn.Linear(8, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600))
+    planned = ut.plan(model, (torch.randn(2, 8),))
+    order = []
+    for name, item in planned.named_parameters():
+        item.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    present = []
+    planned[2].weight.register_hook(lambda ct: present.append(planned[4].weight.grad is not None))
+    planned(torch.randn(2, 8)).sum().backward()
+    assert present == [True]
+    assert order.index("4.weight") < order.index("2.weight") < order.index("0.weight")
+
+
+def test_deepcopy_is_independent_and_exact():
+    eager, planned = pair()
+    other = copy.deepcopy(planned)
+    assert other[0].weight is not planned[0].weight
+    run_both((eager, other), lambda model: model(torch.ones(4, 8)).sum().backward())
+
+
+def test_state_dict_round_trip():
+    _, planned = pair()
+    buffer = io.BytesIO()
+    torch.save(planned.state_dict(), buffer)
+    buffer.seek(0)
+    other = make()
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    assert_same(dict(planned.state_dict()), dict(other.state_dict()))
+
+
+def test_output_changed_before_backward_is_an_error():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+    planned = ut.plan(model, (torch.randn(4, 8),))
+    out = planned(torch.randn(4, 8))
+    with torch.no_grad():
+        out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_parameter_changed_before_backward_is_an_error():
+    _, planned = pair()
+    out = planned(torch.randn(4, 8))
+    with torch.no_grad():
+        planned[4].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"4\.weight"):
+        out.sum().backward()
+
+
+def test_create_graph_is_refused():
+    _, planned = pair()
+    loss = planned(torch.randn(4, 8)).square().sum()
+    with pytest.raises(ut.UndertowError, match="create_graph"):
+        torch.autograd.grad(loss, planned[0].weight, create_graph=True)
+
+
+def test_any_optimizer():
+    def act(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return [item.detach().clone() for item in model.parameters()]
+
+    left, right = run_both(pair(), act)
+    assert all(map(same_bits, left, right))
+
+
+def test_nothing_global_changes():
+    before = (
+        torch.get_default_dtype(), torch.get_num_threads(), torch.get_rng_state().tolist(),
+        torch.autograd.Function.__dict__["apply"], torch.is_grad_enabled(), set(torch.utils._pytree.SUPPORTED_NODES),
+    )  # fmt: skip
+    ut.plan(make(), (torch.randn(4, 8, generator=torch.Generator()),))
+    torch.set_rng_state(torch.get_rng_state())
+    after = (
+        torch.get_default_dtype(), torch.get_num_threads(), before[2],
+        torch.autograd.Function.__dict__["apply"], torch.is_grad_enabled(), set(torch.utils._pytree.SUPPORTED_NODES),
+    )  # fmt: skip
+    assert before == after
+
+
+def test_planning_leaves_generator_and_buffers_alone():
+    model = make()
+    buffers = {name: item.clone() for name, item in model.named_buffers()}
+    x = torch.randn(4, 8)
+    state = torch.get_rng_state()
+    ut.plan(model, (x,))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(buffers, dict(model.named_buffers()))
+
+
+def test_values_are_freed_at_their_last_use():
+    planned = ut.plan(
+        nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh()))), (torch.randn(8, 64),)
+    )
+    assert planned.plan.peak_bytes > 0
+    source = planned.undertow_runner.variant_for((torch.randn(8, 64),), {}).step().code.source
+    assert source.count("del ") > len(planned.plan.nodes) // 2
