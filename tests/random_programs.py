@@ -159,16 +159,17 @@ class _Builder:
         self.lines: list[str] = []
         self.templates: list[str] = []
         self.num_uses: dict[str, int] = {}
-        self.saved: dict[int, torch.Tensor] = {}  # by storage; kept alive, so that no other takes its number
+        self.saved: set[int] = set()  # memory that a backward pass would read
 
     def build(self, seed: int) -> RandomProgram:
         inputs = tuple(self._make_input() for _ in range(self.chance.randint(3, 6)))
         wanted = tuple(index for index in range(len(inputs)) if index < 2 or self.chance.random() < 0.7)
         for index, tensor in enumerate(inputs):
             self._add(f"x{index}", tensor.clone().requires_grad_(index in wanted))
-            self._save(self.scope[f"x{index}"])
+            self.saved.add(_memory(self.scope[f"x{index}"]))
         num_statements = 10 + int(31 * self.chance.random() ** 2)
-        with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
+        saved = self.saved  # the graph keeps the hook, which must not keep the graph
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.add(_memory(tensor)), lambda packed: packed):
             while len(self.lines) < num_statements:
                 self._add_statement()
         arguments = ", ".join(f"x{index}" for index in range(len(inputs)))
@@ -188,10 +189,6 @@ class _Builder:
         self.scope[name] = tensor
         self.names.append(name)
         self.num_uses[name] = 0
-
-    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.saved[_memory(tensor)] = tensor
-        return tensor
 
     def _add_statement(self) -> None:
         families = list(TEMPLATES)
@@ -260,7 +257,7 @@ class _Builder:
         for name, tensor in zip(names, tensors, strict=True):
             self._add(name, tensor)
             if len(tensors) > 1:
-                self._save(tensor)  # PyTorch forbids writes where one operation made several views
+                self.saved.add(_memory(tensor))  # PyTorch forbids writes where one operation made several views
         return True
 
     def _loss(self) -> str:

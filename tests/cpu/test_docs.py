@@ -97,10 +97,14 @@ def test_page_prints_what_it_says(page):
         for block, printed in zip(blocks, run(blocks, page), strict=True):
             if block.is_compared:
                 said = block.output["body"].rstrip("\n") if block.output else ""
-                lines = difflib.unified_diff(said.splitlines(), printed.splitlines(), "the page", "the code", lineterm="")
+                lines = difflib.unified_diff(
+                    said.splitlines(), printed.splitlines(), "the page", "the code", lineterm=""
+                )
                 assert said == printed, "\n".join([f"{page.name}:{block.line}", *lines])
         for path, content in written_files(folder).items():
-            assert path.is_file() and path.read_bytes() == content, f"{path.relative_to(ROOT)} is not what {page.name} makes"
+            assert path.is_file() and path.read_bytes() == content, (
+                f"{path.relative_to(ROOT)} is not what {page.name} makes"
+            )
         shown = {ROOT / "docs" / name for name in LINK.findall(page.read_text()) if name.startswith("pictures/")}
         assert shown <= written_files(folder).keys(), "a picture that the page's code does not make"
 

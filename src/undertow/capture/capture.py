@@ -8,6 +8,7 @@ Not captured: Python side effects other than assigned attributes (they are refus
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -70,7 +71,12 @@ def capture(
 def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict[str, torch.nn.Module]) -> Captured:
     recorder = CaptureRecorder({id(module): path for path, module in modules.items()})
     # An outer capture must not see what this one does on the way.
-    with _disable_current_modes(), _traced_parameters(recorder, modules), _fresh_autocast_cache():
+    with (
+        _disable_current_modes(),
+        _traced_parameters(recorder, modules),
+        _fresh_autocast_cache(),
+        _quiet_fake_tensors(),
+    ):
         watch = AttributeWatch(modules, recorder.real_of)
         arguments = _trace_arguments(recorder, function, args, kwargs)
         traced_args, traced_kwargs = replace_tensors((args, kwargs), recorder.lift)
@@ -85,6 +91,17 @@ def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict
             f"{', '.join(refused)}; move the change out of forward, or keep it in a buffer"
         )
     return _finish(recorder, result, changes, arguments)
+
+
+@contextmanager
+def _quiet_fake_tensors() -> Iterator[None]:
+    # PyTorch logs a traceback for a call that is wrong; the error itself says what it is.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 @contextmanager

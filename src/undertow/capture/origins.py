@@ -11,6 +11,7 @@ import torch
 from undertow.ir import Origin
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_STANDARD_FOLDER = os.path.dirname(os.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MODELS_FOLDER = os.path.join(_OWN_FOLDER, "models") + os.sep
 _MODULE_CALL: CodeType = torch.nn.Module._call_impl.__code__
@@ -24,13 +25,16 @@ def current_origin(module_paths: dict[int, str]) -> Origin:
         code = frame.f_code
         if path is None and code is _MODULE_CALL:
             path = module_paths.get(id(frame.f_locals["self"]))
-        if not file and _is_users(code.co_filename):
+        if not file and is_users(code.co_filename):
             file, line = code.co_filename, frame.f_lineno
         frame = frame.f_back
     return Origin(path or "", file, line)
 
 
-def _is_users(filename: str) -> bool:
-    if filename.startswith(_TORCH_FOLDER) or filename.startswith("<"):
+def is_users(filename: str) -> bool:
+    """Whether a file is neither PyTorch's, nor Python's, nor Undertow's own (the zoo counts as the user's)."""
+    if filename.startswith((_TORCH_FOLDER, "<")):
+        return False
+    if filename.startswith(_STANDARD_FOLDER) and "site-packages" not in filename:
         return False
     return not filename.startswith(_OWN_FOLDER) or filename.startswith(_MODELS_FOLDER)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from undertow.capture.origins import _is_users
+from undertow.capture.origins import is_users
 from undertow.ir.structure import ATOMS, tensors_in
 from undertow.ops.tracing import TracedTensor
 
@@ -87,11 +87,9 @@ class PythonRandomness:
 
     def __init__(self) -> None:
         numpy_random = sys.modules.get("numpy.random")
-        self._types: tuple[type, ...] = (random.Random,)
         self._readers: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [(random.getstate, random.setstate)]
         if numpy_random is not None:
             self._readers.append((numpy_random.get_state, numpy_random.set_state))
-            self._types += (numpy_random.Generator, numpy_random.RandomState)
         for item in gc.get_objects():
             if type(item) is random.Random:
                 self._readers.append((item.getstate, item.setstate))
@@ -110,25 +108,25 @@ class PythonRandomness:
         return moved
 
     def find_draw(self, run: Callable[[], Any]) -> str:
-        """Run the code once more under a profiler and return the line that draws."""
+        """Run the code once more, line by line, and return the line after which a state had moved."""
         found: list[str] = []
+        last = {"place": "an unknown line"}
+        before = repr([read() for read, _ in self._readers])
 
-        def profile(frame: Any, event: str, argument: Any) -> None:
-            if event != "c_call" or found:
-                return
-            owner = getattr(argument, "__self__", None)
-            if isinstance(owner, self._types) or getattr(owner, "__module__", "") == "numpy.random.mtrand":
-                while frame is not None and (
-                    not _is_users(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "random"
-                ):
-                    frame = frame.f_back
-                found.append(f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}" if frame else "")
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            if found or not is_users(frame.f_code.co_filename):
+                return None
+            if repr([read() for read, _ in self._readers]) != before:
+                found.append(last["place"])
+                return None
+            last["place"] = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+            return trace
 
-        previous = sys.getprofile()
-        sys.setprofile(profile)
+        previous = sys.gettrace()
+        sys.settrace(trace)
         try:
             run()
         finally:
-            sys.setprofile(previous)
+            sys.settrace(previous)
             self.was_drawn_from()
-        return found[0] if found else "an unknown line"
+        return found[0] if found else last["place"]

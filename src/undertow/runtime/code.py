@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from undertow.ir import Gradient, Node, Program, Value
+from undertow.ops.lifetimes import find_lifetimes
 from undertow.ops.schema import schema_of
 
 aten = torch.ops.aten
@@ -57,6 +58,7 @@ class _Writer:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.input_index = {item.value: index for index, item in enumerate(program.inputs)}
+        self.roots = find_lifetimes(program).root
         self.constants: dict[str, Any] = {}
         self.constant_names: dict[int, str] = {}
         self.names: dict[Value, str] = {}
@@ -119,8 +121,10 @@ class _Writer:
         return slots
 
     def _read_inputs(self, nodes: Sequence[Node], gradients: Sequence[Gradient]) -> tuple[int, ...]:
+        """The inputs whose memory the stretch reads, also through views that the forward pass made of them."""
         read = {value for node in nodes for value in node.inputs} | {gradient.value for gradient in gradients}
-        return tuple(sorted(self.input_index[value] for value in read if value in self.input_index))
+        roots = {self.roots.get(value) for value in read}
+        return tuple(sorted(self.input_index[value] for value in roots if value in self.input_index))
 
     def _write_function(self, name: str, index: int, nodes: Sequence[Node], ends: Sequence[Value]) -> str:
         lines: list[str] = []

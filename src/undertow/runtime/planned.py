@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from undertow.errors import CaptureError, TooManyOutcomes
+from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
 from undertow.ir import InputKind, Plan, Program
 from undertow.ir.structure import ATOMS, fill_slots, structure_key, tensors_in
 from undertow.ops.modes import autocast_state
@@ -126,7 +126,13 @@ class Runner:
         return variants
 
     def _add(self, variants: list[Variant], args: Any, kwargs: Any) -> Variant:
-        captured = self._capture(self.forward, args, kwargs, self.model)
+        try:
+            captured = self._capture(self.forward, args, kwargs, self.model)
+        except UndertowError:
+            raise
+        except Exception as error:
+            self._fail_as_eager_does(args, kwargs)
+            raise CaptureError(f"the model runs, but recording it failed: {error}") from error
         if len(variants) >= MAX_OUTCOMES:
             guards = [node for node in captured.program.nodes if str(node.target).startswith("guard")]
             raise TooManyOutcomes(
@@ -137,6 +143,18 @@ class Runner:
         self._last = Variant(captured, self._differentiate)
         variants.append(self._last)
         return self._last
+
+    def _fail_as_eager_does(self, args: Any, kwargs: Any) -> None:
+        """Run the model itself, so that a wrong call gives eager's own error; leaves generator and buffers alone."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        state = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                self.forward(*args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+            for buffer, before in buffers:
+                buffer.data.copy_(before)
 
     def _run(self, variant: Variant, tensors: list[torch.Tensor]) -> Any:
         step = variant.step()
