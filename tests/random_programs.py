@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,17 +160,19 @@ class _Builder:
         self.lines: list[str] = []
         self.templates: list[str] = []
         self.num_uses: dict[str, int] = {}
-        self.saved: set[int] = set()  # memory that a backward pass would read
+        self.saved: dict[
+            int, Any
+        ] = {}  # memory that a backward pass would read; kept, so that no other takes its place
 
     def build(self, seed: int) -> RandomProgram:
         inputs = tuple(self._make_input() for _ in range(self.chance.randint(3, 6)))
         wanted = tuple(index for index in range(len(inputs)) if index < 2 or self.chance.random() < 0.7)
         for index, tensor in enumerate(inputs):
             self._add(f"x{index}", tensor.clone().requires_grad_(index in wanted))
-            self.saved.add(_memory(self.scope[f"x{index}"]))
+            _note_memory(self.saved, self.scope[f"x{index}"])
         num_statements = 10 + int(31 * self.chance.random() ** 2)
-        saved = self.saved  # the graph keeps the hook, which must not keep the graph
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.add(_memory(tensor)), lambda packed: packed):
+        save = partial(_note_memory, self.saved)  # autograd's graph keeps the hook, which must not keep the graph
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda nothing: nothing):
             while len(self.lines) < num_statements:
                 self._add_statement()
         arguments = ", ".join(f"x{index}" for index in range(len(inputs)))
@@ -257,7 +260,7 @@ class _Builder:
         for name, tensor in zip(names, tensors, strict=True):
             self._add(name, tensor)
             if len(tensors) > 1:
-                self.saved.add(_memory(tensor))  # PyTorch forbids writes where one operation made several views
+                _note_memory(self.saved, tensor)  # PyTorch forbids writes where one operation made several views
         return True
 
     def _loss(self) -> str:
@@ -274,6 +277,10 @@ class _Builder:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _note_memory(known: dict[int, Any], tensor: torch.Tensor) -> None:
+    known[_memory(tensor)] = tensor.untyped_storage()
 
 
 def _is_tame(tensor: torch.Tensor) -> bool:

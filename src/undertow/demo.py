@@ -20,6 +20,7 @@ from undertow.models import SMALL, ZooModel
 NUM_STEPS = 3
 BATCH = 16
 NUM_PLAN_LINES = 8  # of each pass
+MAX_COLUMNS = 120
 
 
 def main() -> int:
@@ -77,9 +78,14 @@ def shorten_plan(text: str) -> str:
     program, _, summary = text.rpartition("\n\n")
     heads = []
     for part in program.split("\nbackward\n"):
-        lines = [line for line in part.splitlines() if line.startswith("%") and " = " in line]
+        lines = [cut(line) for line in part.splitlines() if line.startswith("%") and " = " in line]
         heads.append("\n".join([*lines[:NUM_PLAN_LINES], f"... and {len(lines) - NUM_PLAN_LINES} more"]))
     return "\nbackward\n".join(heads) + f"\n\n{summary}"
+
+
+def cut(line: str) -> str:
+    """The line as far as the screen goes."""
+    return line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 3] + "..."
 
 
 if __name__ == "__main__":
