@@ -48,19 +48,19 @@ FAMILIES = {
     "matrix": """
         {a} @ {s}; {a} @ {s}.mT; {a}.mT @ {s}; {a}.mT @ {s}.mT; torch.mm({a}, {s}.t()); torch.mm({a}.t(), {s});
         torch.bmm({a}, {s}.mT); torch.bmm({a}.mT, {s}); F.linear({a}, {s}); F.linear({a}, {s}, {t});
-        torch.addmm({a}, {s}, {t}); torch.baddbmm({a}, {s}, {t}); torch.outer({a}, {s}); torch.dot({a}, {s});
+        torch.addmm({a}, {a} @ {a}.mT, {s}); torch.baddbmm({a}, {a} @ {a}.mT, {s}); torch.outer({a}, {s}); torch.dot({a}, {s});
         {a} @ {a}.mT; {a}.mT @ {a}; torch.einsum("ij,kj->ik", {a}, {s});
         F.scaled_dot_product_attention({a}, {a}, {s}); torch.einsum("bij,bkj->bik", {a}, {s}); {a}[..., None] * {s}""",
     "convolution": """
-        F.conv2d({a}, {s}, padding=1); F.conv2d({a}, {s}, stride=2, padding=1); F.conv2d({a}, {s}, {t}, padding=1);
+        F.conv2d({a}, {s}, padding=1); F.conv2d({a}, {s}, stride=2, padding=1); F.conv2d({a}, {s}, {s}[:, 0, 0, 0], padding=1);
         F.conv2d({a}, {s}[:, :1], groups={a}.shape[1]);
         F.conv2d({a}.contiguous(memory_format=torch.channels_last), {s}, padding=1); F.conv1d({a}, {s}, padding=1);
         F.conv_transpose2d({a}, {s}, stride=2); F.conv2d({a}, {a}[:3], padding=2);
         F.conv1d({a}, {s}.mT, dilation=2, padding=2)""",
     "normalization": """
-        F.layer_norm({a}, {a}.shape[-1:]); F.layer_norm({a}, {a}.shape[-1:], {s}, {t});
+        F.layer_norm({a}, {a}.shape[-1:]); F.layer_norm({a}, {a}.shape[-1:], {s}, -{s});
         F.layer_norm({a}, {a}.shape[-2:]); F.rms_norm({a}, {a}.shape[-1:]); F.group_norm({a}, 1);
-        F.batch_norm({a}, None, None, training=True); F.batch_norm({a}, None, None, {s}, {t}, training=True);
+        F.batch_norm({a}, None, None, training=True); F.batch_norm({a}, None, None, {s}, -{s}, training=True);
         F.normalize({a}, dim={d}); F.softmax({a}, {d}); F.log_softmax({a}, {d}); torch.logsumexp({a}, {d});
         F.instance_norm({a}); F.cross_entropy({a}, torch.arange(len({a})) % {a}.shape[1])""",
     "reduction": """
@@ -170,7 +170,7 @@ class _Builder:
         for index, tensor in enumerate(inputs):
             self._add(f"x{index}", tensor.clone().requires_grad_(index in wanted))
             _note_memory(self.saved, self.scope[f"x{index}"])
-        num_statements = 10 + int(31 * self.chance.random() ** 2)
+        num_statements = 10 + int(31 * self.chance.random() ** 3)
         save = partial(_note_memory, self.saved)  # autograd's graph keeps the hook, which must not keep the graph
         with torch.autograd.graph.saved_tensors_hooks(save, lambda nothing: nothing):
             while len(self.lines) < num_statements:

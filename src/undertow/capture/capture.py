@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -128,10 +129,23 @@ def _traced_parameters(recorder: CaptureRecorder, modules: dict[str, torch.nn.Mo
                     if tensor is not None:
                         replaced.append((tensors, name, tensor))
                         tensors[name] = recorder.add_input(tensor, kind, f"{path}.{name}".lstrip("."))
+        for module in modules.values():
+            for name, item in module.__dict__.items():
+                if type(item) is list and any(recorder.find_twin(part) is not None for part in item):
+                    replaced.append((module.__dict__, name, item))
+                    module.__dict__[name] = [_twin_or_self(recorder, part) for part in item]
         yield
     finally:
         for tensors, name, tensor in replaced:
             tensors[name] = tensor
+
+
+def _twin_or_self(recorder: CaptureRecorder, item: Any) -> Any:
+    """Recurrent layers hold their weights, and weak references to them, a second time in plain lists."""
+    twin = recorder.find_twin(item)
+    if twin is None:
+        return item
+    return weakref.ref(twin) if isinstance(item, weakref.ref) else twin
 
 
 def _trace_arguments(recorder: CaptureRecorder, function: Any, args: Any, kwargs: Any) -> dict[Value, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -68,6 +69,10 @@ class CaptureRecorder(Recorder):
     def lift(self, tensor: torch.Tensor) -> TracedTensor:
         twin = self._twins.get(id(tensor))
         return self.add_input(tensor, InputKind.CONSTANT, str(self.origin())) if twin is None else twin
+
+    def find_twin(self, item: Any) -> TracedTensor | None:
+        """The twin of an input, or of the input behind a weak reference; None for anything else."""
+        return self._twins.get(id(item() if isinstance(item, weakref.ref) else item))
 
     def real_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The real tensor behind an input's twin; any other tensor itself."""

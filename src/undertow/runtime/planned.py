@@ -174,7 +174,7 @@ class Runner:
         if needs_gradient:
             for place, old in kept.items():
                 inputs[place] = old
-            exposed = [output.detach() for output in outputs] if step.exposed_slots else []
+            exposed = [outputs[place].detach() for place in step.exposed_outputs]
             run = Run(
                 step=step,
                 step_for=variant.step_for,

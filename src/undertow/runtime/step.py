@@ -45,6 +45,8 @@ class Step:
         exposed = {roots[value] for value in program.outputs}
         # Slots whose memory the user can reach through an output, and could overwrite before the backward pass.
         self.exposed_slots = [slot for value, slot in self.code.slots.items() if roots.get(value) in exposed]
+        kept = {roots.get(value) for value in self.code.slots}
+        self.exposed_outputs = [place for place, value in enumerate(program.outputs) if roots[value] in kept]
 
     def run_forward(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Outputs and slots. Updates reach the user's tensors only when the whole pass has succeeded."""
