@@ -241,7 +241,8 @@ class _Builder:
         return self.chance.choice(self.names[-3:] if self.chance.random() < 0.5 else self.names)
 
     def _can_be_written(self, name: str) -> bool:
-        return _memory(self.scope[name]) not in self.saved
+        tensor = self.scope[name]
+        return _memory(tensor) not in self.saved and not _overlaps(tensor)
 
     def _run_write(self, line: str) -> bool:
         exec(line, self.scope)
@@ -277,6 +278,12 @@ class _Builder:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements share a place, so that a write has no defined result."""
+    places = torch.arange(tensor.untyped_storage().nbytes() // tensor.element_size())
+    return places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).unique().numel() < tensor.numel()
 
 
 def _note_memory(known: dict[int, Any], tensor: torch.Tensor) -> None:

@@ -2,8 +2,9 @@
 
 The blocks of a page run in order, in one namespace, in an empty folder beside the repository's `benchmarks`. The `text`
 block that directly follows a Python block is its output; `text no-compare` marks one that no two runs share, such as
-times. What a page writes under `docs` must be the file that the repository holds. Lines are numbered as in the page, so
-that a printed `page.md:12` is where the reader finds it.
+times. A block marked `python in FILE` does not run but is quoted from that file. What a page writes under `docs` must
+be the file that the repository holds. Lines are numbered as in the page, so that a printed `page.md:12` is where the
+reader finds it.
 
 `python tests/cpu/test_docs.py` writes the outputs, and the files that pages make, anew.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import itertools
 import os
 import re
 import tempfile
@@ -45,7 +47,7 @@ class Block:
 def blocks_of(page: str) -> list[Block]:
     fences = list(FENCE.finditer(page))
     found = []
-    for fence, following in zip(fences, [*fences[1:], None], strict=True):
+    for fence, following in itertools.pairwise([*fences, None]):
         if fence["kind"] != "python":
             continue
         is_output = (
@@ -85,9 +87,13 @@ def written_files(folder: Path) -> dict[Path, bytes]:
     return {ROOT / path.relative_to(folder): path.read_bytes() for path in files}
 
 
+def links_of(page: Path) -> list[str]:
+    return LINK.findall(FENCE.sub("", page.read_text()))
+
+
 def test_there_are_pages():
     assert len(PAGES) >= 5
-    assert all(blocks_of(page.read_text()) for page in PAGES if page.name == "README.md")
+    assert all(blocks_of(page.read_text()) for page in PAGES if page.name != "design.md")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -105,13 +111,21 @@ def test_page_prints_what_it_says(page):
             assert path.is_file() and path.read_bytes() == content, (
                 f"{path.relative_to(ROOT)} is not what {page.name} makes"
             )
-        shown = {ROOT / "docs" / name for name in LINK.findall(page.read_text()) if name.startswith("pictures/")}
+        shown = {ROOT / "docs" / name for name in links_of(page) if name.startswith("pictures/")}
         assert shown <= written_files(folder).keys(), "a picture that the page's code does not make"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_quotations_are_exact(page):
+    for fence in FENCE.finditer(page.read_text()):
+        if fence["kind"].startswith("python in "):
+            source = (ROOT / fence["kind"].removeprefix("python in ")).read_text()
+            assert fence["body"] in source, f"{page.name} quotes what is not there:\n{fence['body']}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
-    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    missing = [link for link in links_of(page) if not (page.parent / link).exists()]
     assert not missing
 
 

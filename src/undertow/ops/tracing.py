@@ -13,6 +13,7 @@ it, a write computes a new value of the storage, and the other views are read ag
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -279,7 +280,11 @@ class Recorder(TorchDispatchMode):
         return rebuilt if isinstance(result, list) else tuple(rebuilt)
 
     def _record_mutation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        if torch.Tag.inplace_view in func.tags and functional_of(func) is not None:
+        if func is aten.set_.source_Storage and _is_called_by(torch.nn.modules.rnn.__file__):
+            return args[0]  # it looks whether its weights lie packed in one storage; left empty, it packs them itself
+        if torch.Tag.inplace_view in func.tags and functional_of(func) is not None and func.namespace == "aten":
+            if func.overloadpacket is aten.set_:
+                self.refuse("giving a tensor another storage (set_)", "make a new tensor instead")
             return self._record_inplace_view(func, args, kwargs)
         functional = functional_of(func) if schema_of(func).is_inplace and not schema_of(func).is_random else None
         if functional is None or find_op(func) is not None:
@@ -425,6 +430,16 @@ def _skip(item: Any, numbers: Iterator[Any]) -> Any:
     """An output that is no tensor (a count, a flag) is handed on as it is."""
     next(numbers)
     return item
+
+
+def _is_called_by(file: str) -> bool:
+    """Whether the innermost Python code outside this module and PyTorch's dispatcher lies in `file`."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != file:
+        if frame.f_code.co_filename not in (__file__, torch._compile.__file__, torch._dynamo.eval_frame.__file__):
+            return False
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_pair(argument: Any) -> bool:

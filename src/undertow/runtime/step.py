@@ -143,18 +143,15 @@ class Run:
                 )
 
 
-class _SegmentNode(torch.autograd.Function):
-    """One segment of the backward pass as an autograd node; segment 0 carries the outputs."""
+class _Entry(torch.autograd.Function):
+    """Carries the outputs. Its backward only takes in the cotangents, so that they can be freed while segments run."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Run, index: int, owners: list[Value], outputs: Any, sentinel: Any, token: Any, *leaves: Any
-    ) -> Any:
-        ctx.run, ctx.index, ctx.owners = run, index, owners
-        ctx.has_next = token is not None
+    def forward(ctx: Any, run: Run, outputs: Sequence[torch.Tensor], sentinel: torch.Tensor, token: Any) -> Any:
+        ctx.run = run
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sentinel)
-        return torch.empty(0) if outputs is None else tuple(outputs)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
@@ -165,12 +162,27 @@ class _SegmentNode(torch.autograd.Function):
                 "or call the original module for this step"
             )
         with below_autograd():
-            if ctx.index == 0:
-                ctx.run.start_backward(cts)
+            ctx.run.start_backward(cts)
+        return None, None, None, torch.empty(0)
+
+
+class _SegmentNode(torch.autograd.Function):
+    """One segment of the backward pass as an autograd node; `owners` are the inputs whose gradients it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, index: int, owners: list[Value], token: Any, *leaves: Any) -> Any:
+        ctx.run, ctx.index, ctx.owners = run, index, owners
+        ctx.has_next = token is not None
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *cts: Any) -> Any:
+        with below_autograd():
             gradients = ctx.run.gradients_of_segment(ctx.index)
         token = torch.empty(0) if ctx.has_next else None
         # Popping leaves autograd the only owner, so that it may keep the tensor instead of copying it.
-        return None, None, None, None, None, token, *(gradients.pop(owner, None) for owner in ctx.owners)
+        return None, None, None, token, *(gradients.pop(owner, None) for owner in ctx.owners)
 
 
 def attach_backward(run: Run, outputs: list[Any], differentiable: Sequence[int]) -> None:
@@ -178,13 +190,12 @@ def attach_backward(run: Run, outputs: list[Any], differentiable: Sequence[int])
     step = run.step
     # Inputs the expected gradient does not reach may be reached by another; they wait at the last segment.
     owners = [gradient.input for gradient in step.program.gradients if gradient.value is None]
-    sentinel, token = torch.empty(0), None
+    token = None
     for index in range(len(step.code.segments) - 1, -1, -1):
         owners += [gradient.input for gradient in step.code.segments[index].gradients]
         leaves = [run.inputs[step.input_index[owner]] for owner in owners]
-        carried = [outputs[place] for place in differentiable] if index == 0 else None
-        token = _SegmentNode.apply(run, index, owners, carried, sentinel, token, *leaves)
+        token = _SegmentNode.apply(run, index, owners, token, *leaves)
         owners = []
-    assert token is not None, "a differentiable output has a segment that leads to it"
-    for place, tensor in zip(differentiable, token, strict=True):
+    carried = [outputs[place] for place in differentiable]
+    for place, tensor in zip(differentiable, _Entry.apply(run, carried, torch.empty(0), token), strict=True):
         outputs[place] = tensor
