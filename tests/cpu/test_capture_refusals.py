@@ -57,13 +57,30 @@ def test_module_backward_hooks_name_the_module():
         ut.plan(model, (torch.randn(4, 8),))
 
 
-def test_python_state_is_named():
+def test_counting_calls_is_named():
     def body(m, x):
         m.count = getattr(m, "count", 0) + 1
+        return m.linear(x) * m.count
+
+    planned = plan(body)
+    x = torch.randn(4, 8)
+    for number in range(1, 5):
+        assert torch.equal(planned(x), planned.linear(x) * number) and planned.count == number
+    with pytest.raises(ut.CaptureError, match="count"):
+        for _ in range(10):
+            planned(x)
+
+
+def test_growing_lists_are_named():
+    def body(m, x):
+        m.history.append(1)
         return m.linear(x)
 
-    with pytest.raises(ut.CaptureError, match="count"):
-        plan(body)
+    model = Body(body)
+    model.history = []
+    with pytest.raises(ut.CaptureError, match="history"):
+        ut.plan(model, (torch.randn(4, 8),))
+    assert model.history == []
 
 
 def test_numpy_conversion_is_refused():

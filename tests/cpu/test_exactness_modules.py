@@ -160,6 +160,7 @@ CASES = {
     "generator": Bare(lambda m, x: m.linear(x) * torch.rand(4, 8, generator=m.source), source=torch.Generator()),
     "batch_norm": nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8)),
     "spectral_norm": nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+    "spectral_norm_by_hook": nn.utils.spectral_norm(nn.Linear(8, 8)),
     "weight_norm": nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
     "lstm": nn.LSTM(8, 5, 2, batch_first=True, dropout=0.2, bidirectional=True),
     "gru": nn.GRU(8, 5, 2, dropout=0.2),

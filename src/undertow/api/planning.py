@@ -51,6 +51,8 @@ def _check_call(model: Any, args: Any, kwargs: Any) -> None:
         raise CallError("model is wrapped in torch.compile; plan the module inside it: ut.plan(model._orig_mod, ...)")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         raise CallError(f"model is wrapped in {type(model).__name__}; plan model.module, then wrap the planned module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CallError("model is a TorchScript module; plan the Python module it was made from")
     if not isinstance(model, torch.nn.Module):
         raise CallError(f"model must be an nn.Module, got {type(model).__name__}; for a function use ut.grad")
     if not isinstance(args, tuple):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.errors import MissingRule
@@ -180,9 +180,6 @@ class _Backward(Recorder):
             return self._pull_back_through_autograd(node, cts)
         return [(bound[name], found[name]) for name in vjp.arguments if name in wanted and name in found]
 
-    def run_for_shape(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        raise DynamicOutputShapeException(func)
-
     def _pull_back_function(self, node: Node, target: CustomFunction, cts: list[Any]) -> list[tuple[Any, Any]]:
         positions = tuple(
             index
@@ -215,7 +212,7 @@ class _Backward(Recorder):
         with self.on_fakes():
             try:
                 fakes = target(*map_values((*args, None), lambda value: self.tensor(value).fake))
-            except (DynamicOutputShapeException, DataDependentOutputException):
+            except Exception:  # the operation cannot run on fake tensors; contiguous is the usual layout
                 fakes = tuple(_empty_like(value) for value in wanted)
         return self._emit(target, (*args, state), wanted, fakes)
 

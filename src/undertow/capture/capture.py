@@ -58,7 +58,7 @@ def capture(
     """Record `function(*args, **kwargs)`; `module` is the module whose parameters and buffers are inputs."""
     modules = dict(module.named_modules()) if module is not None else {}
     _refuse_unrecordable(modules)
-    randomness = PythonRandomness()
+    randomness = PythonRandomness(is_thorough=module is not None)
     captured = _capture(function, args, kwargs, modules)
     if randomness.was_drawn_from():
         line = randomness.find_draw(lambda: _capture(function, args, kwargs, modules))
@@ -129,9 +129,13 @@ def _traced_parameters(recorder: CaptureRecorder, modules: dict[str, torch.nn.Mo
                     if tensor is not None:
                         replaced.append((tensors, name, tensor))
                         tensors[name] = recorder.add_input(tensor, kind, f"{path}.{name}".lstrip("."))
-        for module in modules.values():
+        for path, module in modules.items():
             for name, item in module.__dict__.items():
-                if type(item) is list and any(recorder.find_twin(part) is not None for part in item):
+                if isinstance(item, torch.Tensor):
+                    replaced.append((module.__dict__, name, item))
+                    place = f"{path}.{name}".lstrip(".")
+                    module.__dict__[name] = recorder.add_input(item, InputKind.ATTRIBUTE, place)
+                elif type(item) is list and any(recorder.find_twin(part) is not None for part in item):
                     replaced.append((module.__dict__, name, item))
                     module.__dict__[name] = [_twin_or_self(recorder, part) for part in item]
         yield
@@ -158,7 +162,10 @@ def _trace_arguments(recorder: CaptureRecorder, function: Any, args: Any, kwargs
 
 
 def _positional_names(function: Any, count: int) -> list[str]:
-    parameters = list(inspect.signature(function).parameters.values())
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # functions written in C, such as torch.maximum, have none
+        parameters = []
     names = [item.name for item in parameters if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]
     return [names[index] if index < len(names) else f"args[{index}]" for index in range(count)]
 

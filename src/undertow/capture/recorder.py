@@ -101,14 +101,16 @@ class CaptureRecorder(Recorder):
             self._guard(GUARD_SCALAR, value, number)
         return number
 
-    def run_for_shape(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    def run_for_types(self, func: OpOverload, args: Any, kwargs: Any, error: Exception) -> Any:
+        # Fake kernels are at times stricter than real ones; where the call is wrong, this gives eager's own error.
         real_args = self.evaluate_arguments((args, tuple(kwargs.values())))
         with _disable_current_modes(), torch.no_grad():
             result = func(*real_args[0], **dict(zip(kwargs, real_args[1], strict=True)))
         if not isinstance(result, torch.Tensor | tuple | list):
             # torch.equal and the like: the answer is a Python value, kept as a guard on the operation's own result.
             return self._guard_python_result(func, args, kwargs, result)
-        return map_tensors(result, self.fake_like)
+        fakes = map_tensors(result, self.fake_like)
+        return list(fakes) if isinstance(result, list) else fakes
 
     def guard_shapes(self, outputs: Sequence[Value]) -> None:
         """Every step checks that outputs whose shape depends on values have the shape that was seen."""

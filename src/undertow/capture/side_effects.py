@@ -1,7 +1,7 @@
 """What recorded code does besides returning a value: attributes it assigns, and random numbers of Python and NumPy.
 
-An attribute that was assigned tensors becomes an output of the Program and is assigned at every step. Any other change
-cannot be repeated by a Program and is refused, with its place.
+An attribute that was assigned tensors becomes an output of the Program and is assigned at every step, as are numbers and
+texts. Any other change cannot be repeated by a Program and is refused, with its place.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class AttributeWatch:
                     continue
                 if name in before and self._is_same(item, before[name]):
                     continue
-                if any(isinstance(tensor, TracedTensor) for _, tensor in tensors_in(item)):
+                # A plain Python value is assigned again at every step; the next call then finds another state and is
+                # captured for that.
+                if isinstance(item, ATOMS) or any(isinstance(tensor, TracedTensor) for _, tensor in tensors_in(item)):
                     effects.append((dictionary, name, item))
                 else:
                     refused.append(f"{path}.{name}".lstrip("."))
@@ -85,38 +87,42 @@ class AttributeWatch:
 class PythonRandomness:
     """The states of Python's and NumPy's generators, to notice and name a draw from them."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_thorough: bool) -> None:
+        """`is_thorough` also looks for generators of the user's own, at the price of a walk over all objects."""
         numpy_random = sys.modules.get("numpy.random")
         self._readers: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [(random.getstate, random.setstate)]
         if numpy_random is not None:
             self._readers.append((numpy_random.get_state, numpy_random.set_state))
-        for item in gc.get_objects():
+        for item in gc.get_objects() if is_thorough else ():
             if type(item) is random.Random:
                 self._readers.append((item.getstate, item.setstate))
             elif numpy_random is not None and type(item) is numpy_random.Generator:
                 bits = item.bit_generator
                 self._readers.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))
         self._before = [read() for read, _ in self._readers]
+        self._frozen = self._freeze_all()
 
     def was_drawn_from(self) -> bool:
         """Whether any state moved; puts them all back."""
         moved = False
         for (read, write), before in zip(self._readers, self._before, strict=True):
-            if repr(read()) != repr(before):
+            if _freeze(read()) != _freeze(before):
                 moved = True
                 write(before)
         return moved
+
+    def _freeze_all(self) -> Any:
+        return [_freeze(read()) for read, _ in self._readers]
 
     def find_draw(self, run: Callable[[], Any]) -> str:
         """Run the code once more, line by line, and return the line after which a state had moved."""
         found: list[str] = []
         last = {"place": "an unknown line"}
-        before = repr([read() for read, _ in self._readers])
 
         def trace(frame: Any, event: str, argument: Any) -> Any:
             if found or not is_users(frame.f_code.co_filename):
                 return None
-            if repr([read() for read, _ in self._readers]) != before:
+            if self._freeze_all() != self._frozen:
                 found.append(last["place"])
                 return None
             last["place"] = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
@@ -130,3 +136,12 @@ class PythonRandomness:
             sys.settrace(previous)
             self.was_drawn_from()
         return found[0] if found else last["place"]
+
+
+def _freeze(state: Any) -> Any:
+    """A generator's state as plain values that can be compared."""
+    if isinstance(state, dict):
+        return {name: _freeze(item) for name, item in state.items()}
+    if isinstance(state, tuple | list):
+        return [_freeze(item) for item in state]
+    return state.tobytes() if hasattr(state, "tobytes") else state

@@ -48,7 +48,8 @@ class Plan:
         lines = [print_program(self.program), ""]
         lines.append(
             f"{len(self.program.forward_nodes)} forward and {len(self.program.backward_nodes)} backward operations; "
-            f"kept for the backward pass: {len(self.kept)} values, {format_bytes(kept_bytes)}"
+            f"kept for the backward pass: {len(self.kept)} value{'' if len(self.kept) == 1 else 's'}, "
+            f"{format_bytes(kept_bytes)}"
         )
         if self.peak_node is not None:
             where = " ".join(part for part in (self.peak_node.name, str(self.peak_node.origin)) if part)

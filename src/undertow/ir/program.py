@@ -63,7 +63,8 @@ class InputKind(Enum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     ARGUMENT = "argument"
-    CONSTANT = "constant"  # a tensor the code reaches by itself: a closure, a plain attribute, a literal
+    ATTRIBUTE = "attribute"  # a tensor that a module holds without having registered it
+    CONSTANT = "constant"  # a tensor the code reaches by itself: a closure, a literal
     COTANGENT = "cotangent"  # the derivative of the user's loss by an output, given at backward time
 
 

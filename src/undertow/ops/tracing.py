@@ -22,11 +22,7 @@ from typing import Any
 import torch
 import torch._dynamo  # PyTorch imports it at the first recording otherwise, and registers types of its own then
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from undertow.errors import CaptureError
@@ -159,9 +155,9 @@ class Recorder(TorchDispatchMode):
         """The number in a tensor that the code branches on."""
         raise NotImplementedError
 
-    def run_for_shape(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """The fake result of an operation whose output shape depends on values."""
-        raise NotImplementedError
+    def run_for_types(self, func: OpOverload, args: Any, kwargs: Any, error: Exception) -> Any:
+        """The fake result of an operation that failed on fake tensors, for example since its shape depends on values."""
+        raise error
 
     def refuse(self, what: str, way_out: str) -> Any:
         """Raise a CaptureError that names the line."""
@@ -230,8 +226,8 @@ class Recorder(TorchDispatchMode):
         try:
             with self.fake_mode:
                 result = func(*fake_args, **fake_kwargs)
-        except (DynamicOutputShapeException, DataDependentOutputException):
-            result = self.run_for_shape(func, args, kwargs)
+        except Exception as error:
+            result = self.run_for_types(func, args, kwargs, error)
             if not isinstance(result, torch.Tensor | tuple | list):
                 return result
         return self._record(func, args, kwargs, result)

@@ -7,7 +7,7 @@ magnitude in what they cost. Views and allocations cost nothing.
 
 Every argument is read from memory once and every output written once: caches that hold a tensor from one operation to
 the next are not modelled, so bytes and energy are upper bounds; workspace inside kernels is not seen, so they are not
-strict ones. What runs inside a custom autograd Function is unknown and counts as one element operation.
+strict ones. What runs inside a custom autograd Function is not seen: it counts like one elementwise operation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from undertow.ops.schema import flatten_outputs, functional_of, schema_of
 
 aten = torch.ops.aten
 
-# Horowitz, "Computing's energy problem", ISSCC 2014: 32 bits from DRAM at 45 nm, 640 pJ in Han et al., NIPS 2015.
+# 32 bits from DRAM in a 45 nm process: Horowitz's figures as tabulated by Han et al., NIPS 2015.
 JOULES_PER_DRAM_ACCESS = 640e-12
 BYTES_PER_DRAM_ACCESS = 4
 
@@ -80,9 +80,10 @@ def work_of(node: Node) -> Work:
     """The cost of one node."""
     if isinstance(node.target, ThroughAutograd):
         return _work_through_autograd(node, node.target)
-    args = map_values(node.args, _without_data)
-    kwargs = {name: map_values(item, _without_data) for name, item in node.kwargs.items()}
-    outputs = tuple(None if value is None else _without_data(value) for value in node.outputs)
+    tensors = {value: _without_data(value) for value in (*node.inputs, *node.kept_outputs)}
+    args = map_values(node.args, tensors.__getitem__)
+    kwargs = {name: map_values(item, tensors.__getitem__) for name, item in node.kwargs.items()}
+    outputs = tuple(None if value is None else tensors[value] for value in node.outputs)
     return _work_of_call(node.target, args, kwargs, outputs)
 
 
@@ -141,6 +142,8 @@ def _recurrent_backward(input: Any, *rest: Any) -> int:
 
 _FORMULAS: dict[OpOverloadPacket, Callable[..., int]] = {
     aten.convolution_backward: _convolution_backward,
+    aten._cudnn_rnn: _recurrent,
+    aten._cudnn_rnn_backward: _recurrent_backward,
     aten.mkldnn_rnn_layer: _recurrent,
     aten.mkldnn_rnn_layer_backward: _recurrent_backward,
     aten.mv: lambda matrix, vector: 2 * matrix.numel(),
@@ -157,9 +160,8 @@ _SAME_AS = {
 def _work_through_autograd(node: Node, target: ThroughAutograd) -> Work:
     """Counted by taking the derivative on tensors without data, the operation's second run included."""
     with _disable_current_modes(), FakeTensorMode(), _Counter() as counter:
-        arguments = map_values(node.args[:-1], _fake)
-        counter.work = Work()
-        target(*arguments, None)
+        # Without the generator state, which has no place among tensors without data.
+        target(*map_values(node.args[:-1], _fake), None)
     return counter.work
 
 

@@ -123,7 +123,7 @@ class _Writer:
     def _read_inputs(self, nodes: Sequence[Node], gradients: Sequence[Gradient]) -> tuple[int, ...]:
         """The inputs whose memory the stretch reads, also through views that the forward pass made of them."""
         read = {value for node in nodes for value in node.inputs} | {gradient.value for gradient in gradients}
-        roots = {self.roots.get(value) for value in read}
+        roots = {self.roots[value] for value in read if value is not None}
         return tuple(sorted(self.input_index[value] for value in roots if value in self.input_index))
 
     def _write_function(self, name: str, index: int, nodes: Sequence[Node], ends: Sequence[Value]) -> str:

@@ -25,6 +25,7 @@ from undertow.runtime.step import Pattern, Run, Step, attach_backward
 
 MAX_OUTCOMES = 64  # ways through a model's branches on tensor values
 MAX_CAPTURES = 32  # shapes, dtypes, modes
+MAX_NEW_STATES = 8  # captures in a row that each leave the model in a Python state of its own
 
 
 class Variant:
@@ -82,6 +83,7 @@ class Runner:
         self._differentiate = differentiate
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
         self._last: Variant | None = None
+        self._num_new_states = 0
 
     @property
     def plan(self) -> Plan:
@@ -114,6 +116,8 @@ class Runner:
             if variants[-1] is not variant:
                 variants.remove(variant)
                 variants.append(variant)
+            if fitting:
+                self._num_new_states = 0
             self._last = variant
             return result
 
@@ -140,9 +144,20 @@ class Runner:
                 f"make the branch part of the computation (torch.where), move it out of the model, "
                 f"or leave this part of the model unplanned"
             )
+        self._refuse_ever_new_states(captured)
         self._last = Variant(captured, self._differentiate)
         variants.append(self._last)
         return self._last
+
+    def _refuse_ever_new_states(self, captured: Any) -> None:
+        """A model that counts its own calls would be captured anew at every one of them."""
+        names = [item.name for item in captured.assignments if isinstance(item.skeleton, ATOMS)]
+        self._num_new_states = self._num_new_states + 1 if names else 0
+        if self._num_new_states > MAX_NEW_STATES:
+            raise CaptureError(
+                f"the forward pass changes the Python attribute {', '.join(names)} at every call, and each value needs "
+                f"a capture of its own; move the change out of forward, or keep it in a buffer"
+            )
 
     def _fail_as_eager_does(self, args: Any, kwargs: Any) -> None:
         """Run the model itself, so that a wrong call gives eager's own error; leaves generator and buffers alone."""
@@ -203,7 +218,11 @@ class Runner:
             else:
                 owner, _, name = item.path.rpartition(".")
                 module = self._modules[owner]
-                bound.append(module._parameters[name] if item.kind is InputKind.PARAMETER else module._buffers[name])
+                groups: dict[InputKind, Any] = {
+                    InputKind.PARAMETER: module._parameters,
+                    InputKind.BUFFER: module._buffers,
+                }
+                bound.append(groups.get(item.kind, module.__dict__)[name])
         return bound
 
     @functools.cached_property
@@ -231,8 +250,9 @@ def _module_key(module: torch.nn.Module) -> Any:
     plain = tuple((name, item) for name, item in module.__dict__.items() if type(item) in ATOMS_SET)
     tensors = tuple(
         None if tensor is None else (tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)
-        for group in (module._parameters, module._buffers)
+        for group in (module._parameters, module._buffers, module.__dict__)
         for tensor in group.values()
+        if tensor is None or isinstance(tensor, torch.Tensor)
     )
     return plain, tensors
 

@@ -24,7 +24,7 @@ import torch
 import undertow as ut
 from undertow.runtime.measure import measure_call
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "hessian_cost.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "hessian_cost.json"
 NUM_EXAMPLES, NUM_FEATURES = 32, 10
 WIDTHS = (8, 25, 83, 250, 500)  # 12 parameters each, and one: 97 to 6,001
 NUM_REPEATS = 5

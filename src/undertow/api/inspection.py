@@ -1,0 +1,79 @@
+"""`inspect`: where the memory and the arithmetic of a training step go. Nothing is run, and the model is not changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from undertow.api.planning import _derive
+from undertow.capture.capture import capture
+from undertow.errors import CallError
+from undertow.ir import Input, InputKind, Program, TensorType, Value
+from undertow.report.inspection import Inspection, inspect_programs
+from undertow.report.optimizer_state import count_optimizer_state
+from undertow.runtime.planned import Variant
+
+
+def inspect(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Inspection:
+    """Memory, arithmetic and memory traffic of a training step of `model`, layer by layer.
+
+    The model is taken as it stands, in train() or eval() mode. Inference is its forward pass alone.
+    """
+    _check_call(model, args, kwargs, optimizer)
+    runner = getattr(model, "undertow_runner", None)
+    forward = model.forward if runner is None else runner.forward
+    with torch.enable_grad():
+        captured = capture(forward, args, kwargs or {}, model)
+    variant = Variant(captured, lambda program, pattern: _derive(program, pattern, False))
+    step = _derive(captured.program, variant.pattern, False)
+    alone = _derive(captured.program, (False,) * len(variant.pattern), False)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    trained = [
+        parameters[item.path]
+        for item in step.inputs
+        if item.kind is InputKind.PARAMETER
+        and any(gradient.input is item.value and gradient.value is not None for gradient in step.gradients)
+    ]
+    return inspect_programs(
+        step,
+        alone,
+        {path: type(module).__name__ for path, module in model.named_modules()},
+        _find_unused(model, step),
+        None if optimizer is None else count_optimizer_state(optimizer, trained),
+    )
+
+
+def _find_unused(model: torch.nn.Module, program: Program) -> list[Input]:
+    """Parameters and buffers that the Program has no use for, tied ones once."""
+    known = {item.path for item in program.inputs if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)}
+    found = []
+    for kind, tensors in ((InputKind.PARAMETER, model.named_parameters()), (InputKind.BUFFER, model.named_buffers())):
+        found += [Input(Value(path, TensorType.of(item)), kind, path) for path, item in tensors if path not in known]
+    return found
+
+
+def _check_call(model: Any, args: Any, kwargs: Any, optimizer: Any) -> None:
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        raise CallError("model is wrapped in torch.compile; inspect the module inside it: model._orig_mod")
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        raise CallError(f"model is wrapped in {type(model).__name__}; inspect the module inside it: model.module")
+    if not isinstance(model, torch.nn.Module):
+        raise CallError(f"model must be an nn.Module, got {type(model).__name__}")
+    if not isinstance(args, tuple):
+        raise CallError(f"args must be a tuple of positional arguments, got {type(args).__name__}: write (x,)")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise CallError(f"kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}")
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CallError(f"optimizer must be a torch.optim optimizer, got {type(optimizer).__name__}")
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise CallError("optimizer holds no parameter of the model: make it from model.parameters()")

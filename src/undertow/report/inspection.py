@@ -1,0 +1,393 @@
+"""Where the memory and the arithmetic of a training step go, layer by layer.
+
+In: the Program of a training step, and that of the forward pass alone. Out: an Inspection, data that prints as tables
+(`tables.py`) and turns into JSON (`to_dict`).
+
+A node belongs to the module that ran it, a node of the backward pass to the module of the operation it derives from.
+Bytes are those of values; workspace inside kernels is not counted. Values in the same memory count once: what an
+in-place operation overwrites, and what views look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from undertow.ir import Input, InputKind, Node, Plan, Program, TensorType, Value
+from undertow.ops.lifetimes import Lifetimes, find_lifetimes, make_plan, shared_argument
+from undertow.ops.opaque import CustomFunction, ThroughAutograd
+from undertow.ops.own import is_view
+from undertow.report.optimizer_state import OptimizerState
+from undertow.report.work import Work, total_work
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter or buffer."""
+
+    path: str
+    num_elements: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """An operation of the forward pass, and where it stands."""
+
+    operation: str
+    layer: str
+    location: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Memory that lives from the forward to the backward pass, and the operations whose derivatives ask for it."""
+
+    value: str
+    type: str
+    made_by: str
+    num_bytes: int
+    asked_for_by: tuple[Site, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One module: what it stores, returns, keeps and computes, submodules not included."""
+
+    path: str
+    kind: str
+    parameters: tuple[Stored, ...]
+    buffers: tuple[Stored, ...]
+    output_bytes: int
+    kept: tuple[Kept, ...]
+    forward: Work
+    backward: Work
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of its parameters."""
+        return sum(item.num_elements for item in self.parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of its parameters."""
+        return sum(item.num_bytes for item in self.parameters)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of its buffers."""
+        return sum(item.num_bytes for item in self.buffers)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes it makes in the forward pass that the backward pass reads."""
+        return sum(item.num_bytes for item in self.kept)
+
+    @property
+    def work(self) -> Work:
+        """Forward and backward together."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes alive at the moment when most are, by what they are; their sum is the peak."""
+
+    parameter_bytes: int
+    buffer_bytes: int
+    batch_bytes: int
+    constant_bytes: int
+    kept_bytes: int
+    gradient_bytes: int
+    other_bytes: int  # values that this moment computes with, cotangents among them
+    optimizer_bytes: int
+    at: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """Everything together."""
+        return (
+            self.parameter_bytes
+            + self.buffer_bytes
+            + self.batch_bytes
+            + self.constant_bytes
+            + self.kept_bytes
+            + self.gradient_bytes
+            + self.other_bytes
+            + self.optimizer_bytes
+        )
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Where the memory and the arithmetic of a step go. `training` is None where nothing carries a gradient."""
+
+    layers: tuple[Layer, ...]
+    inference: Memory
+    training: Memory | None
+    gradient_bytes: int
+    reread_parameter_bytes: int  # inputs that the backward pass reads again: they live anyway, so they are not kept
+    reread_batch_bytes: int
+    optimizer: OptimizerState | None
+    without_rule: tuple[Site, ...]
+
+    def __getitem__(self, path: str) -> Layer:
+        return next(layer for layer in self.layers if layer.path == path)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones once."""
+        return sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that live from the forward to the backward pass."""
+        return sum(layer.kept_bytes for layer in self.layers)
+
+    @property
+    def forward(self) -> Work:
+        """The forward pass."""
+        return sum((layer.forward for layer in self.layers), Work())
+
+    @property
+    def backward(self) -> Work:
+        """The backward pass."""
+        return sum((layer.backward for layer in self.layers), Work())
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Peak of training over peak of inference; the rule of thumb is 3 to 4."""
+        if self.training is None or not self.inference.peak_bytes:
+            return None
+        return self.training.peak_bytes / self.inference.peak_bytes
+
+    @property
+    def flops_ratio(self) -> float | None:
+        """Flops of the backward over those of the forward pass; the rule of thumb is 2."""
+        return self.backward.flops / self.forward.flops if self.training is not None and self.forward.flops else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {
+            "layers": [_layer_to_dict(layer) for layer in self.layers],
+            "num_parameters": self.num_parameters,
+            "kept_bytes": self.kept_bytes,
+            "gradient_bytes": self.gradient_bytes,
+            "reread_parameter_bytes": self.reread_parameter_bytes,
+            "reread_batch_bytes": self.reread_batch_bytes,
+            "forward": self.forward.to_dict(),
+            "backward": self.backward.to_dict(),
+            "inference_memory": _memory_to_dict(self.inference),
+            "training_memory": None if self.training is None else _memory_to_dict(self.training),
+            "memory_ratio": self.memory_ratio,
+            "flops_ratio": self.flops_ratio,
+            "optimizer": None if self.optimizer is None else asdict(self.optimizer),
+            "without_rule": [asdict(item) for item in self.without_rule],
+        }
+
+    def __str__(self) -> str:
+        from undertow.report.tables import print_inspection
+
+        return print_inspection(self)
+
+
+def inspect_programs(
+    step: Program,
+    forward: Program,
+    kinds: dict[str, str],
+    unused: Sequence[Input],
+    optimizer: OptimizerState | None,
+) -> Inspection:
+    """`step` is the training step, `forward` the forward pass alone, `kinds` the class of every module by its path.
+
+    `unused` are parameters and buffers that no operation reads: they are no inputs of the Programs, yet take memory.
+    """
+    lifetimes = find_lifetimes(step)
+    makers = {value: node for node in step.nodes for value in node.kept_outputs}
+    kept = _find_kept(step, lifetimes, makers)
+    reread = {lifetimes.root[value] for node in step.backward_nodes for value in node.inputs}
+    differentiated = {gradient.input for gradient in step.gradients if gradient.value is not None}
+    optimizer_bytes = optimizer.num_bytes or 0 if optimizer is not None else 0
+    return Inspection(
+        layers=tuple(_make_layers(step, kept, makers, kinds, unused)),
+        inference=_memory_at_peak(make_plan(forward), unused, optimizer_bytes=0),
+        training=_memory_at_peak(make_plan(step), unused, optimizer_bytes) if step.backward_nodes else None,
+        gradient_bytes=_bytes_of_kind(step, InputKind.PARAMETER, differentiated),
+        reread_parameter_bytes=_bytes_of_kind(step, InputKind.PARAMETER, reread),
+        reread_batch_bytes=_bytes_of_kind(step, InputKind.ARGUMENT, reread),
+        optimizer=optimizer,
+        without_rule=_find_without_rule(step),
+    )
+
+
+def _make_layers(
+    program: Program,
+    kept: dict[str, list[Kept]],
+    makers: dict[Value, Node],
+    kinds: dict[str, str],
+    unused: Sequence[Input],
+) -> Iterable[Layer]:
+    """One per module that runs an operation or stores something, in the order in which they are first met."""
+    stored = [item for item in (*program.inputs, *unused) if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+    owners = {item.value: _owner(item) for item in stored}
+    order: dict[str, None] = {}
+    for node in program.forward_nodes:
+        for value in node.inputs:
+            if value in owners:
+                order[owners[value]] = None
+        order[node.origin.module_path] = None
+    order |= dict.fromkeys((*owners.values(), *(node.origin.module_path for node in program.backward_nodes)))
+    outputs = _output_bytes(program, makers)
+    for path in order:
+        mine = [item for item in stored if owners[item.value] == path]
+        yield Layer(
+            path=path,
+            kind=kinds.get(path, ""),
+            parameters=tuple(_to_stored(item) for item in mine if item.kind is InputKind.PARAMETER),
+            buffers=tuple(_to_stored(item) for item in mine if item.kind is InputKind.BUFFER),
+            output_bytes=outputs.get(path, 0),
+            kept=tuple(kept.get(path, ())),
+            forward=total_work(node for node in program.forward_nodes if node.origin.module_path == path),
+            backward=total_work(node for node in program.backward_nodes if node.origin.module_path == path),
+        )
+
+
+def _find_kept(program: Program, lifetimes: Lifetimes, makers: dict[Value, Node]) -> dict[str, list[Kept]]:
+    """What the backward pass reads of the forward pass, each memory once, under the layer that last wrote it."""
+    names = {value.name: node for node in program.forward_nodes for value in node.kept_outputs}
+    readers: dict[Value, dict[Site, None]] = {}
+    contents: dict[Value, Value] = {}
+    forward = set(program.forward_nodes)
+    for node in program.backward_nodes:
+        asker = names.get(node.origin.derived_from, node)
+        for value in node.inputs:
+            root = lifetimes.root[value]
+            if root in makers and makers[root] in forward and makers[value] in forward:
+                readers.setdefault(root, {})[_site(asker)] = None
+                contents[root] = _written(value, makers)
+    kept: dict[str, list[Kept]] = {}
+    for root, askers in sorted(readers.items(), key=lambda pair: lifetimes.born[pair[0]]):
+        content = contents[root]
+        maker = makers[content]
+        entry = Kept(content.name, str(content.type), _operation(maker), root.type.num_bytes, tuple(askers))
+        kept.setdefault(maker.origin.module_path, []).append(entry)
+    return kept
+
+
+def _written(value: Value, makers: dict[Value, Node]) -> Value:
+    """The value whose operation wrote what `value` looks at."""
+    while is_view(makers[value].target):
+        source = shared_argument(makers[value].target, makers[value].inputs)
+        if source is None or source not in makers:
+            break
+        value = source
+    return value
+
+
+def _output_bytes(program: Program, makers: dict[Value, Node]) -> dict[str, int]:
+    """What leaves each layer: read by the forward pass of another, or returned to the user. Of a view and what it
+    looks at, one counts if both leave."""
+    leaving: dict[Value, None] = {}
+    for node in program.forward_nodes:
+        for value in node.inputs:
+            if value in makers and makers[value].origin.module_path != node.origin.module_path:
+                leaving[value] = None
+    leaving |= dict.fromkeys(value for value in program.outputs if value in makers)
+    found: dict[str, int] = {}
+    for value in leaving:
+        node = makers[value]
+        source = shared_argument(node.target, node.inputs)
+        is_double = source in leaving and makers[source].origin.module_path == node.origin.module_path
+        if isinstance(value.type, TensorType) and not is_double:
+            size = value.type.num_elements * value.type.dtype.itemsize
+            found[node.origin.module_path] = found.get(node.origin.module_path, 0) + size
+    return found
+
+
+def _memory_at_peak(plan: Plan, unused: Sequence[Input], optimizer_bytes: int) -> Memory:
+    program, lifetimes = plan.program, find_lifetimes(plan.program)
+    peak = plan.live_bytes.index(max(plan.live_bytes)) if plan.live_bytes else 0
+    kinds = {item.value: item.kind for item in program.inputs}
+    kept = {item.value for item in plan.kept}
+    gradients = {lifetimes.root[item.value] for item in program.gradients if item.value is not None}
+    sizes = dict.fromkeys((*InputKind, "kept", "gradient", "other"), 0)
+    for value, born in lifetimes.born.items():
+        if not born <= peak <= lifetimes.last_use[value]:
+            continue
+        if value in gradients and value not in kinds:
+            role: InputKind | str = "gradient"
+        else:
+            role = kinds.get(value, "kept" if value in kept else "other")
+        sizes[role] += value.type.num_bytes
+    for item in unused:
+        sizes[item.kind] += item.value.type.num_bytes
+    node = plan.peak_node
+    return Memory(
+        parameter_bytes=sizes[InputKind.PARAMETER],
+        buffer_bytes=sizes[InputKind.BUFFER],
+        batch_bytes=sizes[InputKind.ARGUMENT],
+        constant_bytes=sizes[InputKind.CONSTANT],
+        kept_bytes=sizes["kept"],
+        gradient_bytes=sizes["gradient"],
+        other_bytes=sizes["other"],
+        optimizer_bytes=optimizer_bytes,
+        at="" if node is None else f"{_operation(node)} {node.origin}".strip(),
+    )
+
+
+def _bytes_of_kind(program: Program, kind: InputKind, values: set[Value]) -> int:
+    return sum(item.value.type.num_bytes for item in program.inputs if item.kind is kind and item.value in values)
+
+
+def _find_without_rule(program: Program) -> tuple[Site, ...]:
+    """The operations whose derivative PyTorch takes at run time."""
+    found: dict[Site, None] = {}
+    for node in program.nodes:
+        if isinstance(node.target, ThroughAutograd):
+            found[Site(str(node.target.target).removeprefix("aten."), *_place(node))] = None
+        elif isinstance(node.target, CustomFunction) and any(node.target.requires_grad):
+            found[_site(node)] = None
+    return tuple(found)
+
+
+def _site(node: Node) -> Site:
+    return Site(_operation(node), *_place(node))
+
+
+def _place(node: Node) -> tuple[str, str]:
+    return node.origin.module_path, node.origin.location
+
+
+def _operation(node: Node) -> str:
+    """`add` for `add_.Tensor`: which overload and whether in place is of no interest here."""
+    return node.name.partition(".")[0].rstrip("_") or node.name
+
+
+def _owner(item: Input) -> str:
+    return item.path.rpartition(".")[0]
+
+
+def _to_stored(item: Input) -> Stored:
+    return Stored(item.path, item.value.tensor_type.num_elements, item.value.type.num_bytes)
+
+
+def _layer_to_dict(layer: Layer) -> dict[str, Any]:
+    return {
+        "path": layer.path,
+        "kind": layer.kind,
+        "num_parameters": layer.num_parameters,
+        "parameter_bytes": layer.parameter_bytes,
+        "buffer_bytes": layer.buffer_bytes,
+        "output_bytes": layer.output_bytes,
+        "kept_bytes": layer.kept_bytes,
+        "parameters": [asdict(item) for item in layer.parameters],
+        "buffers": [asdict(item) for item in layer.buffers],
+        "kept": [asdict(item) for item in layer.kept],
+        "forward": layer.forward.to_dict(),
+        "backward": layer.backward.to_dict(),
+    }
+
+
+def _memory_to_dict(memory: Memory) -> dict[str, Any]:
+    return asdict(memory) | {"peak_bytes": memory.peak_bytes}

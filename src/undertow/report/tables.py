@@ -1,0 +1,178 @@
+"""An Inspection as text for the terminal: at most 100 columns, plain characters, the same numbers as its `to_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from undertow.ir import format_bytes
+from undertow.report.inspection import Inspection, Layer, Memory, Site
+from undertow.report.work import Work
+
+MAX_COLUMNS = 100
+BAR_COLUMNS = 10
+LAYER_COLUMNS = 30
+
+
+def print_inspection(inspection: Inspection) -> str:
+    """Memory by layer, arithmetic by layer, totals."""
+    parts = [_memory_table(inspection), _work_table(inspection), _totals(inspection)]
+    if inspection.without_rule:
+        parts.append(_without_rule(inspection.without_rule))
+    return "\n\n".join(parts)
+
+
+def _memory_table(inspection: Inspection) -> str:
+    largest = max((layer.kept_bytes for layer in inspection.layers), default=0)
+    rows = [("layer", "weights", "output", "kept", "", "kept, asked for by")]
+    for layer in inspection.layers:
+        askers = dict.fromkeys(site.operation for item in layer.kept for site in item.asked_for_by)
+        rows.append(
+            (
+                _title(layer),
+                _size(layer.parameter_bytes),
+                _size(layer.output_bytes),
+                _size(layer.kept_bytes),
+                _bar(layer.kept_bytes, largest),
+                ", ".join(askers),
+            )
+        )
+    parameter_bytes = sum(layer.parameter_bytes for layer in inspection.layers)
+    rows.append((f"{inspection.num_parameters:,} parameters", _size(parameter_bytes), "", _size(inspection.kept_bytes)))
+    return _align(rows, "<>>><<")
+
+
+def _work_table(inspection: Inspection) -> str:
+    rows = [("layer", "forward", "backward", "other", "moved", "ops/byte", "DRAM")]
+    rows += [(_title(layer), *_work_cells(layer.forward, layer.backward)) for layer in inspection.layers]
+    rows.append(("all", *_work_cells(inspection.forward, inspection.backward)))
+    return _align(rows, "<>>>>>>")
+
+
+def _work_cells(forward: Work, backward: Work) -> tuple[str, ...]:
+    both = forward + backward
+    return (
+        _count(forward.flops, "flop"),
+        _count(backward.flops, "flop"),
+        _count(both.element_operations, "op"),
+        _size(both.moved_bytes),
+        f"{both.operations_per_byte:.1f}" if both.moved_bytes else "-",
+        _joules(both.dram_joules),
+    )
+
+
+_ROLES = (
+    ("weights", "parameter_bytes"),
+    ("buffers", "buffer_bytes"),
+    ("batch", "batch_bytes"),
+    ("constants", "constant_bytes"),
+    ("kept for the backward pass", "kept_bytes"),
+    ("gradients", "gradient_bytes"),
+    ("optimizer state", "optimizer_bytes"),
+    ("values in use", "other_bytes"),
+    ("peak", "peak_bytes"),
+)
+
+
+def _totals(inspection: Inspection) -> str:
+    columns: list[tuple[str, Memory]] = [("inference", inspection.inference)]
+    if inspection.training is not None:
+        columns.append(("training", inspection.training))
+    rows: list[tuple[str, ...]] = [("memory at the peak", *(name for name, _ in columns))]
+    rows += [
+        (title, *(_size(getattr(memory, role)) for _, memory in columns))
+        for title, role in _ROLES
+        if role == "peak_bytes" or any(getattr(memory, role) for _, memory in columns)
+    ]
+    lines = [_align(rows, "<" + ">" * len(columns)), ""]
+    lines += [f"the peak of {name} is at {memory.at}" for name, memory in columns if memory.at]
+    return "\n".join([*lines, *_training_lines(inspection)] if inspection.training else [*lines, _NO_GRADIENT])
+
+
+_NO_GRADIENT = "nothing in the model carries a gradient: there is no backward pass"
+
+
+def _training_lines(inspection: Inspection) -> list[str]:
+    whole = inspection.forward + inspection.backward
+    num_kept = sum(len(layer.kept) for layer in inspection.layers)
+    lines = [
+        f"kept for the backward pass: {num_kept} values, {format_bytes(inspection.kept_bytes)}",
+        f"read again there, not counted as kept: weights {format_bytes(inspection.reread_parameter_bytes)}, "
+        f"batch {format_bytes(inspection.reread_batch_bytes)}",
+        f"gradients in the end: {format_bytes(inspection.gradient_bytes)}",
+        _optimizer_line(inspection),
+    ]
+    if inspection.memory_ratio is not None:
+        lines.append(f"training / inference memory: {inspection.memory_ratio:.2f} (rule of thumb: 3 to 4)")
+    if inspection.flops_ratio is not None:
+        lines.append(f"backward / forward flops: {inspection.flops_ratio:.2f} (rule of thumb: 2)")
+    lines.append(
+        f"one step moves {format_bytes(whole.moved_bytes)} and computes {whole.operations_per_byte:.1f} operations per "
+        f"byte; {_joules(whole.dram_joules)} in DRAM"
+    )
+    return lines
+
+
+def _optimizer_line(inspection: Inspection) -> str:
+    optimizer = inspection.optimizer
+    if optimizer is None:
+        return "optimizer state: no optimizer was given, none is counted"
+    if optimizer.num_bytes is None:
+        return f"optimizer state: {optimizer.name}'s is unknown before its first step, none is counted"
+    return f"optimizer state: {format_bytes(optimizer.num_bytes)} for {optimizer.name}"
+
+
+def _without_rule(sites: Sequence[Site]) -> str:
+    lines = ["no rule: the derivative is taken through autograd at run time"]
+    for site in sites:
+        where = "  ".join(part for part in (site.layer, site.location) if part)
+        lines.append(_cut(f"  {site.operation}  {where}".rstrip(), MAX_COLUMNS))
+    return "\n".join(lines)
+
+
+def _align(rows: Sequence[tuple[str, ...]], alignments: str) -> str:
+    """Columns two blanks apart; the last takes what is left of the line."""
+    num_columns = len(alignments)
+    padded = [row + ("",) * (num_columns - len(row)) for row in rows]
+    widths = [max(len(row[column]) for row in padded) for column in range(num_columns)]
+    lines = []
+    for row in padded:
+        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True)]
+        lines.append(_cut("  ".join(cells).rstrip(), MAX_COLUMNS))
+    return "\n".join(lines)
+
+
+def _title(layer: Layer) -> str:
+    """`features.0 Conv2d`; of a long path the end is kept."""
+    room = LAYER_COLUMNS - len(layer.kind) - 1
+    path = layer.path or "(model)"
+    if len(path) > room:
+        path = ".." + path[len(path) - max(room, 10) + 2 :]
+    return f"{path} {layer.kind}".rstrip()
+
+
+def _bar(size: int, largest: int) -> str:
+    """Proportional to the size; anything at all shows."""
+    return "#" * max(round(BAR_COLUMNS * size / largest), 1) if size else ""
+
+
+def _size(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes else "-"
+
+
+def _count(number: float, unit: str) -> str:
+    """Decimal prefixes: `30.9 Gflop`."""
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.1f} {prefix}{unit}"
+    return f"{number:.0f} {unit}" if number else "-"
+
+
+def _joules(joules: float) -> str:
+    for factor, prefix in ((1.0, ""), (1e-3, "m"), (1e-6, "u")):
+        if joules >= factor:
+            return f"{joules / factor:.1f} {prefix}J"
+    return f"{joules / 1e-9:.1f} nJ" if joules else "-"
+
+
+def _cut(line: str, num_columns: int) -> str:
+    return line if len(line) <= num_columns else line[: num_columns - 2] + ".."
