@@ -1,4 +1,4 @@
-"""`inspect`: where the memory and the arithmetic of a training step go. Nothing is run, and the model is not changed."""
+"""`inspect`: where the memory and the arithmetic of a training step go. The model is neither run nor changed."""
 
 from __future__ import annotations
 

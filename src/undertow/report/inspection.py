@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from undertow.ir import Input, InputKind, Node, Plan, Program, TensorType, Value
+from undertow.ir import Input, InputKind, Node, Plan, Program, TensorType, Value, operation_name
 from undertow.ops.lifetimes import Lifetimes, find_lifetimes, make_plan, shared_argument
 from undertow.ops.opaque import CustomFunction, ThroughAutograd
 from undertow.ops.own import is_view
@@ -345,7 +345,7 @@ def _find_without_rule(program: Program) -> tuple[Site, ...]:
     found: dict[Site, None] = {}
     for node in program.nodes:
         if isinstance(node.target, ThroughAutograd):
-            found[Site(str(node.target.target).removeprefix("aten."), *_place(node))] = None
+            found[Site(_short_name(operation_name(node.target.target)), *_place(node))] = None
         elif isinstance(node.target, CustomFunction) and any(node.target.requires_grad):
             found[_site(node)] = None
     return tuple(found)
@@ -360,8 +360,12 @@ def _place(node: Node) -> tuple[str, str]:
 
 
 def _operation(node: Node) -> str:
+    return _short_name(node.name)
+
+
+def _short_name(name: str) -> str:
     """`add` for `add_.Tensor`: which overload and whether in place is of no interest here."""
-    return node.name.partition(".")[0].rstrip("_") or node.name
+    return name.partition(".")[0].rstrip("_")
 
 
 def _owner(item: Input) -> str:

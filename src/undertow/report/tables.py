@@ -23,7 +23,7 @@ def print_inspection(inspection: Inspection) -> str:
 
 def _memory_table(inspection: Inspection) -> str:
     largest = max((layer.kept_bytes for layer in inspection.layers), default=0)
-    rows = [("layer", "weights", "output", "kept", "", "kept, asked for by")]
+    rows: list[tuple[str, ...]] = [("layer", "weights", "output", "kept", "", "kept, asked for by")]
     for layer in inspection.layers:
         askers = dict.fromkeys(site.operation for item in layer.kept for site in item.asked_for_by)
         rows.append(
@@ -42,7 +42,7 @@ def _memory_table(inspection: Inspection) -> str:
 
 
 def _work_table(inspection: Inspection) -> str:
-    rows = [("layer", "forward", "backward", "other", "moved", "ops/byte", "DRAM")]
+    rows: list[tuple[str, ...]] = [("layer", "forward", "backward", "other", "moved", "ops/byte", "DRAM")]
     rows += [(_title(layer), *_work_cells(layer.forward, layer.backward)) for layer in inspection.layers]
     rows.append(("all", *_work_cells(inspection.forward, inspection.backward)))
     return _align(rows, "<>>>>>>")
@@ -142,12 +142,12 @@ def _align(rows: Sequence[tuple[str, ...]], alignments: str) -> str:
 
 
 def _title(layer: Layer) -> str:
-    """`features.0 Conv2d`; of a long path the end is kept."""
-    room = LAYER_COLUMNS - len(layer.kind) - 1
-    path = layer.path or "(model)"
+    """`features.0 Conv2d`; a long path loses its middle."""
+    path, kind = layer.path or "(model)", _cut(layer.kind, LAYER_COLUMNS // 2)
+    room = LAYER_COLUMNS - len(kind) - 1
     if len(path) > room:
-        path = ".." + path[len(path) - max(room, 10) + 2 :]
-    return f"{path} {layer.kind}".rstrip()
+        path = f"{path[: room // 2 - 1]}..{path[len(path) - (room - room // 2 - 1) :]}"
+    return f"{path} {kind}".rstrip()
 
 
 def _bar(size: int, largest: int) -> str:

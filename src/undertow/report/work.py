@@ -7,7 +7,8 @@ magnitude in what they cost. Views and allocations cost nothing.
 
 Every argument is read from memory once and every output written once: caches that hold a tensor from one operation to
 the next are not modelled, so bytes and energy are upper bounds; workspace inside kernels is not seen, so they are not
-strict ones. What runs inside a custom autograd Function is not seen: it counts like one elementwise operation.
+strict ones. What runs inside a custom autograd Function, or inside the derivative of an operation that has no rule and
+runs on real tensors only, is not seen: it counts like one elementwise operation.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ def total_work(nodes: Iterable[Node]) -> Work:
 def work_of(node: Node) -> Work:
     """The cost of one node."""
     if isinstance(node.target, ThroughAutograd):
-        return _work_through_autograd(node, node.target)
+        work = _work_through_autograd(node, node.target)
+        if work is not None:
+            return work
     tensors = {value: _without_data(value) for value in (*node.inputs, *node.kept_outputs)}
     args = map_values(node.args, tensors.__getitem__)
     kwargs = {name: map_values(item, tensors.__getitem__) for name, item in node.kwargs.items()}
@@ -157,11 +160,15 @@ _SAME_AS = {
 }
 
 
-def _work_through_autograd(node: Node, target: ThroughAutograd) -> Work:
+def _work_through_autograd(node: Node, target: ThroughAutograd) -> Work | None:
     """Counted by taking the derivative on tensors without data, the operation's second run included."""
+    # Without the generator state, which has no place among tensors without data.
+    args = (*node.args[:-1], None)
     with _disable_current_modes(), FakeTensorMode(), _Counter() as counter:
-        # Without the generator state, which has no place among tensors without data.
-        target(*map_values(node.args[:-1], _fake), None)
+        try:
+            target(*map_values(args, _fake))
+        except Exception:  # the operation needs real tensors
+            return None
     return counter.work
 
 

@@ -1,0 +1,148 @@
+"""The commands. In: words. Out: text or JSON on stdout; exit code 0 done, 1 the check failed, 2 the call is wrong.
+
+A wrong call gives one line on stderr: what was wrong, where, and what to do; with `--json`, `{"error": line}`. Torch
+is imported by the commands that need it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from importlib.metadata import version as version_of
+from typing import Annotated, Any
+
+import typer
+
+from undertow.errors import GradientCheckFailed, UndertowError
+
+DONE, CHECK_FAILED, WRONG_CALL = 0, 1, 2
+
+# What every complaint about the words themselves derives from; older versions of typer take it from click.
+UsageError: Any = typer.BadParameter.__base__
+
+app = typer.Typer(
+    help="Training with an explicit backward pass.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A zoo name (vgg16), file.py:factory or package.module:factory.")
+]
+BatchOption = Annotated[int | None, typer.Option(help="Examples in the batch; 1 unless told.")]
+InputOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input", metavar="SHAPE[:DTYPE]", help="An input, such as 8,3,224,224 or 8,128:int64; repeat for several."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class OptimizerName(StrEnum):
+    """Optimizers whose state `inspect` can add: SGD with momentum, Adam, AdamW."""
+
+    SGD = "sgd"
+    ADAM = "adam"
+    ADAMW = "adamw"
+
+
+OptimizerOption = Annotated[OptimizerName | None, typer.Option(help="Count this optimizer's state.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        return app(words, prog_name="undertow", standalone_mode=False)
+    except UsageError as error:
+        return _report(f"{error.format_message().rstrip('.')}; see undertow --help", words)
+    except UndertowError as error:
+        return _report(str(error), words)
+
+
+@app.command("inspect")
+def inspect_command(
+    model: ModelArgument,
+    batch: BatchOption = None,
+    inputs: InputOption = None,
+    optimizer: OptimizerOption = None,
+    is_json: JsonOption = False,
+) -> int:
+    """Show where the memory and the arithmetic of a training step go."""
+    import torch
+
+    from undertow.api.inspection import inspect
+    from undertow.cli.loading import load, running
+
+    subject = load(model, batch, inputs or [])
+    makers: dict[str, Any] = {
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    with running(f"{model} on {subject.describe_inputs()}"):
+        made = makers[optimizer.value](subject.model.parameters()) if optimizer is not None else None
+        result = inspect(subject.model, subject.args, subject.kwargs, optimizer=made)
+    _print(result, is_json)
+    return DONE
+
+
+@app.command("check")
+def check_command(
+    model: ModelArgument,
+    batch: BatchOption = None,
+    inputs: InputOption = None,
+    is_json: JsonOption = False,
+) -> int:
+    """Compare a model's derived gradients with finite differences."""
+    from undertow.api.checks import check_gradients
+    from undertow.cli.loading import load, running
+
+    subject = load(model, batch, inputs or [])
+    with running(f"{model} on {subject.describe_inputs()}"):
+        try:
+            result = check_gradients(subject.model, subject.args, subject.kwargs)
+        except GradientCheckFailed as failure:
+            result = failure.result
+    _print(result, is_json)
+    return DONE if result.ok else CHECK_FAILED
+
+
+@app.command("version")
+def version_command(is_json: JsonOption = False) -> int:
+    """Show the versions of Undertow, PyTorch and Python."""
+    versions = {
+        "undertow": version_of("undertow"),
+        "torch": version_of("torch"),
+        "python": sys.version.split()[0],
+    }
+    _print_data(versions) if is_json else print(*(f"{name} {number}" for name, number in versions.items()), sep="\n")
+    return DONE
+
+
+def _print(result: Any, is_json: bool) -> None:
+    _print_data(result.to_dict()) if is_json else print(result)
+
+
+def _print_data(data: Any) -> None:
+    print(json.dumps(_finite(data), indent=2, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for them."""
+    if isinstance(data, dict):
+        return {name: _finite(item) for name, item in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(item) for item in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def _report(message: str, words: list[str]) -> int:
+    line = " ".join(message.split())
+    print(json.dumps({"error": line}) if "--json" in words else f"undertow: {line}", file=sys.stderr)
+    return WRONG_CALL

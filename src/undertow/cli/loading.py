@@ -1,0 +1,198 @@
+"""From words to a model and its example inputs.
+
+A model is a zoo name, `file.py:factory` or `package.module:factory`. The factory takes no arguments and returns a
+module, or `(module, args)`, or `(module, args, kwargs)`. The inputs of a module alone come from `--input`, or from a
+function `example_inputs(batch)` beside the factory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from undertow.errors import CallError, UndertowError
+from undertow.ir.structure import tensors_in
+from undertow.models import ZOO
+
+_OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
+_MODELS_FOLDER = os.path.join(_OWN_FOLDER, "models") + os.sep
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and a call of it."""
+
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def describe_inputs(self) -> str:
+        """`float32[8,3,224,224]`."""
+        shapes = [
+            f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"
+            for _, tensor in tensors_in((self.args, self.kwargs))
+        ]
+        return ", ".join(shapes) or "no inputs"
+
+
+def load(name: str, batch: int | None, inputs: list[str]) -> Subject:
+    """The model called `name`, with inputs as told or of its own."""
+    if batch is not None and batch < 1:
+        raise CallError(f"--batch {batch}: a batch holds at least one example")
+    if batch is not None and inputs:
+        raise CallError("--batch and --input exclude each other: write the batch as the first size of the input")
+    torch.manual_seed(0)  # so that two runs agree
+    given = tuple(parse_input(text) for text in inputs)
+    if ":" not in name:
+        return _load_from_zoo(name, batch or 1, given)
+    place, _, attribute = name.rpartition(":")
+    module = _load_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    return _call_factory(module, place, attribute, batch, given)
+
+
+def parse_input(text: str) -> torch.Tensor:
+    """`8,3,224,224` or `8,128:int64` as a tensor: normal numbers, or zeros where the dtype has none."""
+    sizes, _, dtype_name = text.partition(":")
+    dtype = getattr(torch, dtype_name or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        raise CallError(f"--input {text}: {dtype_name!r} is no dtype of torch; for example float32, int64, bool")
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", sizes):
+        raise CallError(f"--input {text}: {sizes!r} is no shape; write positive sizes with commas, such as 8,3,224,224")
+    shape = [int(size) for size in sizes.split(",")]
+    return torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+
+
+@contextmanager
+def running(what: str) -> Iterator[None]:
+    """Turns what the user's code raises into one line that names where."""
+    try:
+        yield
+    except UndertowError:
+        raise
+    except (Exception, SystemExit) as error:
+        message = error.msg if isinstance(error, SyntaxError) else error
+        raise CallError(f"{what}: {type(error).__name__}: {message}{_find_place(error)}") from error
+
+
+def _find_place(error: BaseException) -> str:
+    """The innermost line outside PyTorch and Undertow; of a syntax error the line it is in."""
+    if isinstance(error, SyntaxError):
+        return f" ({Path(error.filename or '').name}:{error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith((_TORCH_FOLDER, "<")):
+        return False
+    return not filename.startswith(_OWN_FOLDER) or filename.startswith(_MODELS_FOLDER)
+
+
+def _load_from_zoo(name: str, batch: int, given: tuple[torch.Tensor, ...]) -> Subject:
+    if name.endswith(".py"):
+        raise CallError(f"{name} names no factory: write {name}:factory, where factory() returns the model")
+    if name not in ZOO:
+        near = difflib.get_close_matches(name.lower(), ZOO, n=1, cutoff=0.5)
+        advice = f"did you mean {near[0]}? The" if near else "the"
+        raise CallError(
+            f"there is no model {name!r}: {advice} zoo has {', '.join(ZOO)}; "
+            f"a model of your own is file.py:factory or package.module:factory"
+        )
+    return Subject(ZOO[name].build(), given or ZOO[name].example_inputs(batch), {})
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise CallError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"undertow_model_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # As when Python runs the file itself: it may import its neighbours, and its classes can be found by name.
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[module.__name__] = module
+    with running(f"{path} cannot be loaded"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    sys.path.insert(0, os.getcwd())
+    try:
+        with running(f"module {name} cannot be imported"):
+            return importlib.import_module(name)
+    except CallError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError) and name.startswith(error.__cause__.name or name):
+            raise CallError(
+                f"there is no module {name!r}; a model is a zoo name, file.py:factory or package.module:factory"
+            ) from None
+        raise
+
+
+def _call_factory(
+    module: ModuleType, place: str, attribute: str, batch: int | None, given: tuple[torch.Tensor, ...]
+) -> Subject:
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        names = [name for name, item in vars(module).items() if callable(item) and not name.startswith("_")]
+        near = difflib.get_close_matches(attribute, names, n=1)
+        advice = f"; did you mean {near[0]}?" if near else ": write a function that returns the model"
+        raise CallError(f"{place} has no function {attribute!r}{advice}")
+    if isinstance(factory, torch.nn.Module):
+        made: Any = factory
+    else:
+        with running(f"{attribute}() in {place} failed"):
+            made = factory()
+    parts = made if isinstance(made, tuple) else (made,)
+    model, args, kwargs = (*parts, *(None, None, None)[len(parts) :])[:3]
+    if not isinstance(model, torch.nn.Module) or len(parts) > 3 or not _is_call(args, kwargs):
+        raise CallError(
+            f"{attribute}() in {place} returned {_describe(made)}: "
+            f"it must return a module, (module, args) or (module, args, kwargs) with a tuple args and a dict kwargs"
+        )
+    if given:
+        return Subject(model, given, {})
+    if args is not None:
+        if batch is not None:
+            raise CallError(f"--batch {batch}: {attribute}() in {place} brings its own inputs; leave --batch out")
+        return Subject(model, args, kwargs or {})
+    return Subject(model, _example_inputs(module, place, attribute, batch or 1), {})
+
+
+def _example_inputs(module: ModuleType, place: str, attribute: str, batch: int) -> tuple[Any, ...]:
+    examples = getattr(module, "example_inputs", None)
+    if not callable(examples):
+        raise CallError(
+            f"{attribute}() in {place} returned a module without inputs: give --input 8,3,224,224, "
+            f"or write example_inputs(batch) beside it"
+        )
+    with running(f"example_inputs({batch}) in {place} failed"):
+        made = examples(batch)
+    if isinstance(made, torch.Tensor):
+        return (made,)
+    if not isinstance(made, tuple):
+        raise CallError(f"example_inputs({batch}) in {place} returned {_describe(made)}: it must return a tuple")
+    return made
+
+
+def _is_call(args: Any, kwargs: Any) -> bool:
+    return (args is None or isinstance(args, tuple)) and (kwargs is None or isinstance(kwargs, dict))
+
+
+def _describe(item: Any) -> str:
+    if isinstance(item, tuple):
+        return f"({', '.join(type(part).__name__ for part in item)})"
+    return type(item).__name__

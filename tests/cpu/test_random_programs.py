@@ -1,0 +1,75 @@
+"""Random programs with fan-out: value, gradients and generator state have the bits of eager PyTorch's."""
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from exactness import same_bits
+from random_programs import TEMPLATES, RandomProgram
+from random_programs import make_program as make_program_anew
+
+import undertow as ut
+
+NUM_TESTS, NUM_PROGRAMS = 20, 50
+
+make_program = cache(make_program_anew)
+
+
+def differences(program: RandomProgram) -> list[str]:
+    torch.manual_seed(program.seed)
+    loss, gradients = program.run_eagerly()
+    state = torch.get_rng_state()
+    torch.manual_seed(program.seed)
+    found_loss, found = ut.value_and_grad(program.function, program.wanted)(*program.inputs)
+    wrong = [] if same_bits(found_loss, loss) else [f"loss {found_loss} instead of {loss}"]
+    if not torch.equal(torch.get_rng_state(), state):
+        wrong.append("generator state")
+    for index, right, gradient in zip(program.wanted, gradients, found, strict=True):
+        # Where the result does not depend on an input, autograd has None and `ut.grad`, like JAX, zeros.
+        expected = torch.zeros_like(program.inputs[index]) if right is None else right
+        if not same_bits(gradient, expected):
+            wrong.append(f"gradient of x{index}: {gradient} instead of {expected}")
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of eager PyTorch, at degenerate shapes
+@pytest.mark.parametrize("block", range(NUM_TESTS))
+def test_same_bits_as_eager(block):
+    reports = []
+    for seed in range(block * NUM_PROGRAMS, (block + 1) * NUM_PROGRAMS):
+        program = make_program(seed)
+        try:
+            wrong = differences(program)
+        except Exception as error:
+            error.add_note(str(program))
+            raise
+        if wrong:
+            reports.append("\n".join([str(program), *wrong]))
+    assert not reports, f"{len(reports)} of {NUM_PROGRAMS} programs differ\n\n" + "\n\n".join(reports)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_programs_are_what_they_claim_to_be():
+    programs = [make_program(seed) for seed in range(NUM_TESTS * NUM_PROGRAMS)]
+    assert all(10 <= len(program.templates) <= 40 for program in programs)
+    used = Counter(template for program in programs for template in program.templates)
+    assert [item for family in TEMPLATES.values() for item in family if not used[item]] == []
+    have = Counter()
+    for program in programs:
+        gradients = program.run_eagerly()[1]
+        have["fan-out"] += sum(count > 1 for count in program.num_uses.values()) >= 2
+        have["a write in place"] += any(item in TEMPLATES["in place"] for item in program.templates)
+        have["several dtypes"] += len({x.dtype for x in program.inputs}) > 1
+        have["several gradients"] += sum(gradient is not None for gradient in gradients) >= 2
+        have["an input without influence"] += None in gradients
+        have["finite gradients"] += all(gradient is None or gradient.isfinite().all() for gradient in gradients)
+    assert have["finite gradients"] > 0.9 * len(programs), have  # all NaN would agree with all NaN
+    assert min(have.values()) > 0.2 * len(programs), have
+
+
+def test_a_seed_is_a_program():
+    first, second = make_program(7), make_program_anew(7)
+    assert str(first) == str(second)
+    assert all(map(torch.equal, first.inputs, second.inputs))
+    assert str(first) != str(make_program(8))
