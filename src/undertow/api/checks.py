@@ -181,6 +181,7 @@ class _Subject:
         self.generator = torch.Generator().manual_seed(seed)
         self.args, self.kwargs = replace_tensors((args, kwargs), _to_float64)
         self.module = copy.deepcopy(subject).double() if isinstance(subject, torch.nn.Module) else None
+        self.modules = dict(self.module.named_modules()) if self.module is not None else {}
         self.function = self.module.forward if self.module is not None else subject
         self.captured = capture(self.function, self.args, self.kwargs, self.module)
         program = self.captured.program
@@ -320,13 +321,7 @@ class _Subject:
         return list(unique.values())
 
     def _bind(self, item: Input) -> torch.Tensor:
-        if item.value in self.captured.constants:
-            return self.captured.constants[item.value]
-        if item.value in self.captured.arguments:
-            return self.tensors[self.captured.arguments[item.value]]
-        assert self.module is not None
-        owner, _, name = item.path.rpartition(".")
-        return getattr(self.module.get_submodule(owner), name)
+        return self.captured.tensor_behind(item, self.tensors, self.modules)
 
     def _normal(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.randn(tensor.shape, generator=self.generator, dtype=torch.float64).to(tensor.device)

@@ -16,9 +16,9 @@ import torch
 from undertow.autodiff.backward import backward_as_forward, differentiate
 from undertow.capture.capture import Captured, capture
 from undertow.errors import CallError
-from undertow.ir import Program, Value
+from undertow.ir import InputKind, Program, Value
 from undertow.ir.structure import Slot, fill_slots, replace_tensors, tensors_in
-from undertow.ops.tracing import TracedTensor
+from undertow.ops.traced_tensor import TracedTensor
 from undertow.runtime.direct import DirectRun
 
 Argnums = int | Sequence[int]
@@ -157,13 +157,8 @@ class _Recorded:
 
     def bind(self, program: Program) -> list[Any]:
         """The tensors behind the Program's inputs."""
-        return [
-            self.tensors[self.captured.arguments[item.value]]
-            if item.value in self.captured.arguments
-            else self.captured.constants[item.value]
-            for item in program.inputs
-            if item.value in self.captured.arguments or item.value in self.captured.constants
-        ]
+        known = [item for item in program.inputs if item.kind is not InputKind.COTANGENT]
+        return [self.captured.tensor_behind(item, self.tensors, {}) for item in known]
 
     def in_order(self, gradients: dict[Value, Any]) -> list[Any]:
         """One tensor per leaf: its gradient, or zeros where the function does not depend on it."""

@@ -11,7 +11,7 @@ import torch
 from undertow.autodiff.backward import backward_as_forward, differentiate_everywhere
 from undertow.capture.capture import capture
 from undertow.errors import CallError
-from undertow.ir import Node, Value
+from undertow.ir import InputKind, Node, Value
 from undertow.ir.printer import format_argument
 from undertow.ir.structure import replace_tensors, tensors_in
 from undertow.ops.cleaning import remove_unused
@@ -43,7 +43,15 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     outputs = [*shown, *(cotangents[value] for value in shown if value in cotangents)]
     whole = remove_unused(replace(backward_as_forward(joint, outputs), updates=()))
     tensors = [tensor for _, tensor in tensors_in((fresh_args, fresh_kwargs))]
-    inputs = [_bind(item, captured, tensors, module) for item in whole.inputs]
+    modules = dict(module.named_modules()) if module is not None else {}
+    inputs = [
+        torch.ones(
+            item.value.tensor_type.shape, dtype=item.value.tensor_type.dtype, device=item.value.tensor_type.device
+        )
+        if item.kind is InputKind.COTANGENT
+        else captured.tensor_behind(item, tensors, modules)
+        for item in whole.inputs
+    ]
     found = dict(zip(outputs, DirectRun(whole, inputs).outputs, strict=True))
     makers = {value: node for node in program.nodes for value in node.outputs if value is not None}
     return Trace(
@@ -59,19 +67,6 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             for value in shown
         )
     )
-
-
-def _bind(item: Any, captured: Any, tensors: list[torch.Tensor], module: Any) -> torch.Tensor:
-    if item.value in captured.constants:
-        return captured.constants[item.value]
-    if item.value in captured.arguments:
-        return tensors[captured.arguments[item.value]]
-    if module is None or item.value not in {known.value for known in captured.program.inputs}:
-        return torch.ones(
-            item.value.tensor_type.shape, dtype=item.value.tensor_type.dtype, device=item.value.tensor_type.device
-        )
-    owner, _, name = item.path.rpartition(".")
-    return getattr(module.get_submodule(owner), name)
 
 
 def _label(node: Node) -> str:

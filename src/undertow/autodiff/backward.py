@@ -37,7 +37,8 @@ from undertow.ops.opaque import CustomFunction, CustomFunctionBackward, ThroughA
 from undertow.ops.own import GENERATOR_STATE, Mutating, OwnOperation, is_random
 from undertow.ops.registry import Call, bind_arguments, find_op
 from undertow.ops.schema import functional_of, schema_of
-from undertow.ops.tracing import Namer, Recorder, TracedTensor
+from undertow.ops.traced_tensor import TracedTensor
+from undertow.ops.tracing import Namer, Recorder
 
 aten = torch.ops.aten
 

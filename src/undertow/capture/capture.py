@@ -22,7 +22,7 @@ from undertow.capture.functions import opaque_functions
 from undertow.capture.recorder import CaptureRecorder
 from undertow.capture.side_effects import AttributeWatch, PythonRandomness
 from undertow.errors import CaptureError
-from undertow.ir import InputKind, Node, Program, Update, Value, check_program
+from undertow.ir import Input, InputKind, Node, Program, Update, Value, check_program
 from undertow.ir.structure import Slot, replace_tensors, tensors_in
 from undertow.ops.cleaning import remove_unused
 
@@ -50,6 +50,17 @@ class Captured:
     constants: dict[Value, torch.Tensor]
     arguments: dict[Value, int]  # which of the call's tensors an argument is, counted through args, then kwargs
     outcomes: tuple[Any, ...]  # what the guards saw, in order
+
+    def tensor_behind(self, item: Input, tensors: list[torch.Tensor], modules: dict[str, torch.nn.Module]) -> Any:
+        """The tensor an input stands for: among a call's `tensors`, or, found anew at every call, in a module."""
+        if item.kind is InputKind.ARGUMENT:
+            return tensors[self.arguments[item.value]]
+        if item.kind is InputKind.CONSTANT:
+            return self.constants[item.value]
+        owner, _, name = item.path.rpartition(".")
+        module = modules[owner]
+        groups: dict[InputKind, Any] = {InputKind.PARAMETER: module._parameters, InputKind.BUFFER: module._buffers}
+        return groups.get(item.kind, module.__dict__)[name]
 
 
 def capture(

@@ -19,7 +19,8 @@ from undertow.ops.interpret import generators_of, run_node
 from undertow.ops.own import GUARD_SCALAR, GUARD_SHAPE, is_random
 from undertow.ops.registry import bind_arguments
 from undertow.ops.schema import flatten_outputs
-from undertow.ops.tracing import Namer, Recorder, TracedTensor, map_tensors
+from undertow.ops.traced_tensor import TracedTensor
+from undertow.ops.tracing import Namer, Recorder, map_tensors
 
 aten = torch.ops.aten
 

@@ -1,7 +1,7 @@
 """What recorded code does besides returning a value: attributes it assigns, and random numbers of Python and NumPy.
 
-An attribute that was assigned tensors becomes an output of the Program and is assigned at every step, as are numbers and
-texts. Any other change cannot be repeated by a Program and is refused, with its place.
+An attribute that was assigned tensors becomes an output of the Program and is assigned at every step; so are numbers
+and texts. Any other change cannot be repeated by a Program and is refused, with its place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from undertow.capture.origins import is_users
 from undertow.ir.structure import ATOMS, tensors_in
-from undertow.ops.tracing import TracedTensor
+from undertow.ops.traced_tensor import TracedTensor
 
 _INTERNAL = {"_parameters", "_buffers", "_modules"}
 

@@ -2,10 +2,8 @@
 
 In: ordinary tensor code, run under a `Recorder`. Out: the nodes it consists of, functional and single-assignment.
 
-The code runs on `TracedTensor`s: they have shape, strides, dtype, device and autograd history, and no data. Behind
-each stands a FakeTensor, through which PyTorch works out shapes. Users never see the FakeTensor itself: libraries test
-for it and then take another path than the one eager takes. Recording happens below autograd, so a Program holds
-exactly the operations at which eager PyTorch makes a node of its own graph, autocast's casts included.
+The code runs on `TracedTensor`s, which have no data. Recording happens below autograd, so a Program holds exactly the
+operations at which eager PyTorch makes a node of its own graph, autocast's casts included.
 
 In-place operations become functional ones: a storage has a current value, a view is a chain of view operations from
 it, a write computes a new value of the storage, and the other views are read again from that when they are next used.
@@ -16,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,105 +28,12 @@ from undertow.ir import Node, Origin, TensorType, Value, operation_name
 from undertow.ops.own import REPLACE_VALUE, RESTRIDE, Mutating
 from undertow.ops.registry import bind_arguments, find_op
 from undertow.ops.schema import flatten_outputs, functional_of, is_mutated, schema_of
+from undertow.ops.traced_tensor import Alias, Storage, TracedTensor
 from undertow.ops.views import ViewStep, write_through
 
 aten = torch.ops.aten
 
 _QUERIES = {aten.is_pinned.default, aten.sym_size.default, aten.sym_stride.default, aten.sym_numel.default}
-
-
-class TracedTensor(torch.Tensor):
-    """A tensor without data, as the user's code sees it while it is recorded."""
-
-    fake: torch.Tensor
-    alias: Alias
-    recorder: Recorder
-
-    @staticmethod
-    def __new__(cls, fake: torch.Tensor, recorder: Recorder) -> TracedTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            fake.shape,
-            strides=fake.stride(),
-            storage_offset=fake.storage_offset(),
-            dtype=fake.dtype,
-            device=fake.device,
-        )
-        tensor.fake = fake
-        tensor.recorder = recorder
-        return tensor
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise CaptureError(f"{func} was called on a tensor that belongs to a finished capture")
-
-    @property
-    def data(self) -> Any:
-        """The tensor without history, sharing memory."""
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-
-    @data.setter
-    def data(self, new: torch.Tensor) -> None:
-        if new.shape != self.shape or new.dtype != self.dtype or new.device != self.device:
-            self.recorder.refuse("assigning .data of another type", "make a new tensor instead")
-        with torch.no_grad():
-            self.copy_(new)
-
-    def data_ptr(self) -> int:
-        """Refused: a recorded tensor has no memory."""
-        return self.recorder.refuse("reading a tensor's address (data_ptr)", "keep the computation in torch")
-
-    def tolist(self) -> Any:
-        """Read element by element, so that every number becomes a guard."""
-        return self.item() if self.dim() == 0 else [element.tolist() for element in self]
-
-    def register_hook(self, hook: Any) -> Any:
-        """Refused: the hook would run on a tensor that a planned step never makes."""
-        self.recorder.refuse(
-            "a tensor hook (register_hook)", "move the hook to a parameter, or into an autograd.Function"
-        )
-
-    def retain_grad(self) -> None:
-        """Refused, like a hook."""
-        self.recorder.refuse("retain_grad() on an intermediate tensor", "return the tensor, or use ut.trace")
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Refused: a recorded tensor has no data."""
-        self.recorder.refuse("a conversion to NumPy", "keep the computation in torch")
-
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: it would write gradients in the middle of a forward pass."""
-        self.recorder.refuse(".backward() inside the recorded code", "use torch.autograd.grad, which is recorded")
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        self.numpy()
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"TracedTensor({TensorType.of(self.fake)})"
-
-
-@dataclass(eq=False)
-class Storage:
-    """Memory that tensors share: its current value as a whole, and how often it was written."""
-
-    value: Value
-    fake: torch.Tensor
-    version: int = 0
-    tensors: list[TracedTensor] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Alias:
-    """How a tensor lies in its storage, and the value it had when it was last read."""
-
-    storage: Storage
-    steps: tuple[ViewStep, ...]
-    value: Value
-    version: int
 
 
 class Recorder(TorchDispatchMode):
@@ -156,7 +61,7 @@ class Recorder(TorchDispatchMode):
         raise NotImplementedError
 
     def run_for_types(self, func: OpOverload, args: Any, kwargs: Any, error: Exception) -> Any:
-        """The fake result of an operation that failed on fake tensors, for example since its shape depends on values."""
+        """The fake result of an operation that failed on fake tensors, perhaps since its shape depends on values."""
         raise error
 
     def refuse(self, what: str, way_out: str) -> Any:

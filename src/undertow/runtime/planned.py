@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
-from undertow.ir import InputKind, Plan, Program
+from undertow.ir import Plan, Program
 from undertow.ir.structure import ATOMS, fill_slots, structure_key, tensors_in
 from undertow.ops.modes import autocast_state
 from undertow.ops.own import GuardMiss
@@ -173,7 +173,7 @@ class Runner:
 
     def _run(self, variant: Variant, tensors: list[torch.Tensor]) -> Any:
         step = variant.step()
-        inputs = self._bind(step.program, variant.captured, tensors)
+        inputs = [variant.captured.tensor_behind(item, tensors, self._modules) for item in step.program.inputs]
         needs_gradient = any(variant.pattern)
         states = [generator.get_state() for generator in step.generators if needs_gradient or step.has_guards]
         kept = {place: inputs[place].clone() for place in step.replayed_updates} if needs_gradient else {}
@@ -206,24 +206,6 @@ class Runner:
         for assignment in variant.captured.assignments:
             assignment.owner[assignment.name] = fill_slots(assignment.skeleton, outputs)
         return fill_slots(variant.captured.skeleton, outputs)
-
-    def _bind(self, program: Program, captured: Any, tensors: list[torch.Tensor]) -> list[Any]:
-        """The tensors behind the Program's inputs, found anew at every call: users replace parameters and buffers."""
-        bound = []
-        for item in program.inputs:
-            if item.kind is InputKind.ARGUMENT:
-                bound.append(tensors[captured.arguments[item.value]])
-            elif item.kind is InputKind.CONSTANT:
-                bound.append(captured.constants[item.value])
-            else:
-                owner, _, name = item.path.rpartition(".")
-                module = self._modules[owner]
-                groups: dict[InputKind, Any] = {
-                    InputKind.PARAMETER: module._parameters,
-                    InputKind.BUFFER: module._buffers,
-                }
-                bound.append(groups.get(item.kind, module.__dict__)[name])
-        return bound
 
     @functools.cached_property
     def _modules(self) -> dict[str, torch.nn.Module]:
