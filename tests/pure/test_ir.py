@@ -7,8 +7,19 @@ import torch
 
 from undertow.errors import ProgramError
 from undertow.ir import (
-    Gradient, Input, InputKind, Node, Origin, Program, TensorType, Update, Value, check_program, format_bytes, print_program,
-)  # fmt: skip
+    Gradient,
+    Input,
+    InputKind,
+    Node,
+    Origin,
+    Program,
+    TensorType,
+    Update,
+    Value,
+    check_program,
+    format_bytes,
+    print_program,
+)
 from undertow.ir.structure import Slot, fill_slots, replace_tensors, structure_key, tensors_in
 from undertow.ir.types import contiguous_strides
 
@@ -52,20 +63,21 @@ def test_a_sound_program_passes_and_prints():
 OTHER = Value("w", F32)
 SMALL = Value("gx", TensorType(torch.float32, (3,), (1,), torch.device("cpu")))
 MALFORMED = {
-    "read before assigned": (dict(nodes=program().nodes[::-1]), "not assigned yet"),
-    "assigned twice": (dict(nodes=program().nodes[:1] * 2, num_forward_nodes=2), "assigned already"),
-    "missing output": (dict(outputs=(OTHER,)), "never assigned"),
-    "update of no input": (dict(updates=(Update(Y, Z),)), "not an input"),
-    "gradient of no input": (dict(gradients=(Gradient(Y, GX),)), "not an input"),
+    "read before assigned": ({"nodes": program().nodes[::-1]}, "not assigned yet"),
+    "assigned twice": ({"nodes": program().nodes[:1] * 2, "num_forward_nodes": 2}, "assigned already"),
+    "missing output": ({"outputs": (OTHER,)}, "never assigned"),
+    "update of no input": ({"updates": (Update(Y, Z),)}, "not an input"),
+    "gradient of no input": ({"gradients": (Gradient(Y, GX),)}, "not an input"),
     "gradient of another type": (
-        dict(
-            nodes=(*program().nodes[:2], replace(program().nodes[2], outputs=(SMALL,))), gradients=(Gradient(X, SMALL),)
-        ),
+        {
+            "nodes": (*program().nodes[:2], replace(program().nodes[2], outputs=(SMALL,))),
+            "gradients": (Gradient(X, SMALL),),
+        },
         "is required",
     ),
-    "too many forward nodes": (dict(num_forward_nodes=9), "num_forward_nodes"),
+    "too many forward nodes": ({"num_forward_nodes": 9}, "num_forward_nodes"),
     "integer gradient": (
-        dict(differentiable=frozenset([Value("i", TensorType(torch.int64, (), (), torch.device("cpu")))])),
+        {"differentiable": frozenset([Value("i", TensorType(torch.int64, (), (), torch.device("cpu")))])},
         "cannot carry a gradient",
     ),
 }

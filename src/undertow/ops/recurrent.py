@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from undertow.errors import MissingRule
 from undertow.ops.registry import Call, Case, Op, Sampler, case, composed_joint, fused_joint, kink, register
 
 aten = torch.ops.aten
@@ -229,6 +230,12 @@ def _cudnn_kernel(
     *_: None,
 ) -> tuple[object, ...]:
     output, _, _, reserve, weight_buffer = c.outs
+    if weight_buffer is None:
+        # PyTorch's fake kernel returns none where the real one packs the weights, and recording sees only the fake one.
+        raise MissingRule(
+            "the derivative of cuDNN's recurrent layers cannot be recorded; "
+            "run the model under torch.backends.cudnn.flags(enabled=False)"
+        )
     return aten._cudnn_rnn_backward(
         *(c.input, c.weight, c.weight_stride0, weight_buffer, c.hx, c.cx, output, ct_output, ct_hidden, ct_cell),
         *(c.mode, c.hidden_size, c.proj_size, c.num_layers, c.batch_first, c.dropout, c.train, c.bidirectional),

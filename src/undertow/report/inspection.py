@@ -4,8 +4,9 @@ In: the Program of a training step, and that of the forward pass alone. Out: an 
 (`tables.py`) and turns into JSON (`to_dict`).
 
 A node belongs to the module that ran it, a node of the backward pass to the module of the operation it derives from.
-Bytes are those of values; workspace inside kernels is not counted. Values in the same memory count once: what an
-in-place operation overwrites, and what views look at.
+Values in the same memory count once: what an in-place operation overwrites, and what views look at. Bytes are those of
+values; workspace inside kernels is not counted, nor is what a tensor without data does not show: the workspace that
+oneDNN's LSTM keeps for its backward pass.
 """
 
 from __future__ import annotations

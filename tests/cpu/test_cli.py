@@ -1,0 +1,253 @@
+"""The command line: what it prints, its exit codes, and one line for each wrong call."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from undertow.cli import main
+from undertow.models import ZOO
+
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "undertow"
+
+MODELS = """
+import torch
+from neighbour import WIDTH
+from torch import nn
+
+def alone(): return nn.Linear(WIDTH, 4)
+def with_args(): return nn.Linear(WIDTH, 4), (torch.randn(2, WIDTH),)
+def with_kwargs(): return nn.Linear(WIDTH, 4), (), {"input": torch.randn(2, WIDTH)}
+module = nn.Linear(WIDTH, 4)
+def two_inputs(): return nn.Bilinear(WIDTH, WIDTH, 4)
+def tokens(): return nn.Embedding(10, 4)
+
+def raises():
+    raise ValueError("no weights\\nwere found")
+def returns_number(): return 3
+def returns_list(): return nn.Linear(WIDTH, 4), [torch.randn(2, WIDTH)]
+def returns_four(): return nn.Linear(WIDTH, 4), (), {}, None
+def leaves(): raise SystemExit(0)
+number = 3
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+    @staticmethod
+    def backward(ctx, ct):
+        return 3 * ct * ctx.saved_tensors[0]
+
+class Mistaken(nn.Linear):
+    def forward(self, x):
+        return Wrong.apply(super().forward(x))
+
+class NotFinite(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * x
+    @staticmethod
+    def backward(ctx, ct):
+        return ct / 0
+
+class Infinite(nn.Linear):
+    def forward(self, x):
+        return NotFinite.apply(super().forward(x))
+
+def mistaken(): return Mistaken(WIDTH, 4), (torch.randn(2, WIDTH),)
+def infinite(): return Infinite(WIDTH, 4), (torch.randn(2, WIDTH),)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A user's folder; what a process of its own would leave behind is put back."""
+    (tmp_path / "my_models.py").write_text(MODELS)
+    (tmp_path / "neighbour.py").write_text("WIDTH = 3\n")
+    (tmp_path / "with_examples.py").write_text(
+        "import torch\ndef make(): return torch.nn.Linear(3, 4)\ndef example_inputs(batch): return torch.randn(batch, 3)\n"
+    )
+    (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
+    (tmp_path / "needy.py").write_text("import no_such_library\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    with torch.random.fork_rng(devices=[]):
+        yield tmp_path
+    for name in set(sys.modules) - known:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def run(capsys, *words):
+    code = main(words)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def run_json(capsys, *words):
+    code, out, err = run(capsys, *words, "--json")
+    assert not err
+    return code, json.loads(out, parse_constant=pytest.fail)
+
+
+def test_inspect_prints_tables(capsys):
+    code, out, err = run(capsys, "inspect", "lenet5", "--batch", "8", "--optimizer", "adam")
+    assert (code, err) == (0, "")
+    assert "431,080 parameters" in out and "conv1 Conv2d" in out
+    assert "training / inference memory" in out and "for Adam" in out
+
+
+def test_inspect_json_holds_the_batch(capsys):
+    sizes = {}
+    for batch in ("1", "4"):
+        code, data = run_json(capsys, "inspect", "lenet5", "--batch", batch)
+        assert code == 0
+        sizes[batch] = data["layers"][0]["output_bytes"]
+        assert data["num_parameters"] == 431_080
+    assert sizes["4"] == 4 * sizes["1"] == 4 * 20 * 24 * 24 * 4
+
+
+def test_batch_is_one_unless_told(capsys):
+    assert run_json(capsys, "inspect", "lenet300") == run_json(capsys, "inspect", "lenet300", "--batch", "1")
+
+
+@pytest.mark.parametrize("name, factor", [("sgd", 1), ("adam", 2), ("adamw", 2)])
+def test_optimizers(capsys, name, factor):
+    _, data = run_json(capsys, "inspect", "my_models.py:with_args", "--optimizer", name)
+    assert data["optimizer"]["num_bytes"] == factor * 16 * 4 + (2 * 4 if name != "sgd" else 0)
+
+
+@pytest.mark.parametrize(
+    "words, batch",
+    [
+        (["my_models.py:with_args"], 2),
+        (["my_models:with_args"], 2),
+        (["my_models.py:with_kwargs"], 2),
+        (["my_models.py:alone", "--input", "5,3"], 5),
+        (["my_models.py:module", "--input", "5,3:float64"], None),
+        (["my_models.py:with_args", "--input", "6,3"], 6),
+        (["my_models.py:two_inputs", "--input", "5,3", "--input", "5,3"], 5),
+        (["my_models.py:tokens", "--input", "5:int64"], 5),
+        (["with_examples.py:make"], 1),
+        (["with_examples.py:make", "--batch", "7"], 7),
+        (["torch.nn:Identity", "--input", "3,4"], None),
+    ],
+)
+def test_ways_to_name_a_model(capsys, words, batch):
+    code, out, err = run(capsys, "inspect", *words, "--json")
+    if "float64" in words[-1]:  # wrong on purpose: the factory is found, and its model says what is wrong
+        assert code == 2 and "double" in json.loads(err)["error"].lower()
+        return
+    assert (code, err) == (0, "")
+    if batch is not None:
+        assert json.loads(out)["layers"][0]["output_bytes"] == batch * 4 * 4
+
+
+def test_a_model_is_found_from_elsewhere(capsys, folder, monkeypatch):
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    assert run(capsys, "inspect", str(folder / "my_models.py") + ":with_args")[0] == 0
+
+
+def test_check_agrees(capsys):
+    code, out, err = run(capsys, "check", "my_models.py:with_args")
+    assert (code, err) == (0, "") and "gradients agree" in out
+    code, data = run_json(capsys, "check", "my_models.py:with_kwargs")
+    assert code == 0 and data["ok"] is True and data["disagreements"] == []
+
+
+def test_check_fails_with_1_and_names_the_function(capsys):
+    code, out, err = run(capsys, "check", "my_models.py:mistaken")
+    assert (code, err) == (1, "") and "the derivative of Wrong is wrong" in out and "my_models.py:" in out
+    code, data = run_json(capsys, "check", "my_models.py:mistaken")
+    assert code == 1 and data["ok"] is False and data["disagreements"]
+
+
+def test_json_has_no_infinity(capsys):
+    code, data = run_json(capsys, "check", "my_models.py:infinite")
+    assert code == 1 and data["disagreements"][0]["analytic"] is None
+
+
+WRONG = {
+    ("inspect", "vgg61"): "'vgg61': did you mean vgg16",
+    ("inspect", "zzzzz"): ", ".join(ZOO),
+    ("check", "lenet"): "did you mean lenet",
+    ("inspect", "my_models.py"): "my_models.py:factory",
+    ("inspect", "missing.py:f"): "no file missing.py",
+    ("inspect", "no.such.module:f"): "no module 'no.such.module'",
+    ("inspect", "needy:f"): "No module named 'no_such_library' (needy.py:1)",
+    ("inspect", "broken.py:f"): "SyntaxError: invalid syntax (broken.py:2)",
+    ("inspect", "my_models.py:alon"): "no function 'alon'; did you mean alone?",
+    ("inspect", "my_models.py:number"): "no function 'number'",
+    ("inspect", "my_models.py:raises"): "ValueError: no weights were found (my_models.py:14)",
+    ("inspect", "my_models.py:leaves"): "SystemExit: 0 (my_models.py:18)",
+    ("inspect", "my_models.py:returns_number"): "returned int",
+    ("inspect", "my_models.py:returns_list"): "returned (Linear, list)",
+    ("inspect", "my_models.py:returns_four"): "returned (Linear, tuple, dict, NoneType)",
+    ("check", "my_models.py:alone"): "--input 8,3,224,224, or write example_inputs(batch)",
+    ("inspect", "my_models.py:with_args", "--batch", "2"): "leave --batch out",
+    ("inspect", "my_models.py:alone", "--input", "2,5"): "float32[2,5]: RuntimeError: mat1 and mat2 shapes",
+    ("inspect", "lenet5", "--batch", "0"): "--batch 0: a batch holds at least one example",
+    ("check", "lenet5", "--batch", "-3"): "--batch -3",
+    ("inspect", "lenet5", "--batch", "two"): "--batch",
+    ("inspect", "lenet5", "--batch", "2", "--input", "2,1,28,28"): "exclude each other",
+    ("inspect", "lenet5", "--input", "2,x"): "'2,x' is no shape",
+    ("inspect", "lenet5", "--input", "2,-1"): "'2,-1' is no shape",
+    ("inspect", "lenet5", "--input", "0,1"): "'0,1' is no shape",
+    ("inspect", "lenet5", "--input", ""): "'' is no shape",
+    ("inspect", "lenet5", "--input", "2:float99"): "'float99' is no dtype",
+    ("inspect", "lenet5", "--input", "2:nn"): "'nn' is no dtype",
+    ("inspect", "lenet5", "--input", "2,3"): "lenet5 on float32[2,3]",
+    ("inspect", "lenet5", "--optimizer", "lion"): "'lion' is not one of",
+    ("inspect", "lenet5", "--colour"): "--colour",
+    ("inspect",): "MODEL",
+    ("inspct",): "inspct",
+}
+
+
+@pytest.mark.parametrize("words", WRONG, ids=" ".join)
+def test_wrong_calls_give_one_line_and_2(capsys, words):
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("undertow: ") and err.count("\n") == 1
+    assert WRONG[words] in err
+    code, out, err = run(capsys, *words, "--json")
+    assert (code, out) == (2, "")
+    assert WRONG[words] in json.loads(err)["error"]
+
+
+def test_version(capsys):
+    code, data = run_json(capsys, "version")
+    assert code == 0 and data["undertow"] == version("undertow") and data["torch"] == version("torch")
+    assert run(capsys, "version")[1].splitlines()[0] == f"undertow {version('undertow')}"
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("inspect", "--help"), ("check", "--help")])
+def test_help(capsys, words):
+    code, out, err = run(capsys, *words)
+    assert (code, err) == (0, "") and "Usage: undertow" in out
+
+
+def test_the_installed_command():
+    command = Path(sys.executable).parent / "undertow"
+    done = subprocess.run([command, "inspect", "vgg61"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and "did you mean vgg16" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_needs_no_torch():
+    # The package without its `__init__`, which is not the command line's to answer for.
+    program = (
+        "import sys, types\n"
+        "package = types.ModuleType('undertow'); package.__path__ = [sys.argv[1]]; sys.modules['undertow'] = package\n"
+        "from undertow.cli import main\n"
+        "code = main(['inspect', '--help'])\n"
+        "assert 'torch' not in sys.modules and code == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(PACKAGE)], check=True, capture_output=True)
