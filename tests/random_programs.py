@@ -1,9 +1,9 @@
 """Random tensor programs for comparisons with eager PyTorch.
 
-In: a seed. Out: a RandomProgram, whose listing is Python source that anyone can paste and run. Statements are drawn from
-a table of templates with random operands, tried out on real tensors, and kept when eager PyTorch accepts them and the
-result is small and tame: the table need not know which shapes, dtypes and writes are legal. An in-place write is tried
-only on memory that nothing saved for its backward pass, which the hooks of autograd tell.
+In: a seed. Out: a RandomProgram, whose listing is Python source to paste and run. Statements are drawn from a table of
+templates with random operands, tried out on real tensors, and kept when eager PyTorch accepts them and the result is
+small and tame: the table need not know which shapes, dtypes and writes are legal. An in-place write is tried only on
+memory that nothing saved for its backward pass, which the hooks of autograd tell.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ FAMILIES = {
     "matrix": """
         {a} @ {s}; {a} @ {s}.mT; {a}.mT @ {s}; {a}.mT @ {s}.mT; torch.mm({a}, {s}.t()); torch.mm({a}.t(), {s});
         torch.bmm({a}, {s}.mT); torch.bmm({a}.mT, {s}); F.linear({a}, {s}); F.linear({a}, {s}, {t});
-        torch.addmm({a}, {a} @ {a}.mT, {s}); torch.baddbmm({a}, {a} @ {a}.mT, {s}); torch.outer({a}, {s}); torch.dot({a}, {s});
-        {a} @ {a}.mT; {a}.mT @ {a}; torch.einsum("ij,kj->ik", {a}, {s});
+        torch.addmm({a}, {a} @ {a}.mT, {s}); torch.baddbmm({a}, {a} @ {a}.mT, {s}); torch.outer({a}, {s});
+        torch.dot({a}, {s}); {a} @ {a}.mT; {a}.mT @ {a}; torch.einsum("ij,kj->ik", {a}, {s});
         F.scaled_dot_product_attention({a}, {a}, {s}); torch.einsum("bij,bkj->bik", {a}, {s}); {a}[..., None] * {s}""",
     "convolution": """
-        F.conv2d({a}, {s}, padding=1); F.conv2d({a}, {s}, stride=2, padding=1); F.conv2d({a}, {s}, {s}[:, 0, 0, 0], padding=1);
-        F.conv2d({a}, {s}[:, :1], groups={a}.shape[1]);
+        F.conv2d({a}, {s}, padding=1); F.conv2d({a}, {s}, stride=2, padding=1);
+        F.conv2d({a}, {s}, {s}[:, 0, 0, 0], padding=1); F.conv2d({a}, {s}[:, :1], groups={a}.shape[1]);
         F.conv2d({a}.contiguous(memory_format=torch.channels_last), {s}, padding=1); F.conv1d({a}, {s}, padding=1);
         F.conv_transpose2d({a}, {s}, stride=2); F.conv2d({a}, {a}[:3], padding=2);
         F.conv1d({a}, {s}.mT, dilation=2, padding=2)""",

@@ -1,17 +1,49 @@
-"""Undertow: training with an explicit backward pass."""
+"""Undertow: training with an explicit backward pass.
 
-from undertow.api.checks import check_gradients as check_gradients
-from undertow.api.checks import numerical_gradient as numerical_gradient
-from undertow.api.functional import grad as grad
-from undertow.api.functional import hessian as hessian
-from undertow.api.functional import hvp as hvp
-from undertow.api.functional import value_and_grad as value_and_grad
-from undertow.api.functional import vjp as vjp
-from undertow.api.planning import plan as plan
-from undertow.api.traces import trace as trace
+Public names are imported when they are first used: `undertow --help` must not wait for PyTorch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from undertow.errors import CallError as CallError
 from undertow.errors import CaptureError as CaptureError
 from undertow.errors import GradientCheckFailed as GradientCheckFailed
 from undertow.errors import MissingRule as MissingRule
 from undertow.errors import TooManyOutcomes as TooManyOutcomes
 from undertow.errors import UndertowError as UndertowError
+
+if TYPE_CHECKING:
+    from undertow.api.checks import check_gradients as check_gradients
+    from undertow.api.checks import numerical_gradient as numerical_gradient
+    from undertow.api.functional import grad as grad
+    from undertow.api.functional import hessian as hessian
+    from undertow.api.functional import hvp as hvp
+    from undertow.api.functional import value_and_grad as value_and_grad
+    from undertow.api.functional import vjp as vjp
+    from undertow.api.inspection import inspect as inspect
+    from undertow.api.planning import plan as plan
+    from undertow.api.traces import trace as trace
+
+_HOMES = {
+    "check_gradients": "checks",
+    "grad": "functional",
+    "hessian": "functional",
+    "hvp": "functional",
+    "inspect": "inspection",
+    "numerical_gradient": "checks",
+    "plan": "planning",
+    "trace": "traces",
+    "value_and_grad": "functional",
+    "vjp": "functional",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'undertow' has no attribute {name!r}")
+    return getattr(import_module(f"undertow.api.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

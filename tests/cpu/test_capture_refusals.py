@@ -124,7 +124,7 @@ def test_a_miss_leaves_no_trace():
 
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
 def test_wrapped_models_are_refused(wrap):
-    with pytest.raises(ut.CallError, match="plan"):
+    with pytest.raises(ut.CallError, match="give the module inside it"):
         ut.plan(wrap(nn.Linear(8, 8)), (torch.randn(4, 8),))
 
 

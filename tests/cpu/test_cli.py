@@ -70,7 +70,9 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "my_models.py").write_text(MODELS)
     (tmp_path / "neighbour.py").write_text("WIDTH = 3\n")
     (tmp_path / "with_examples.py").write_text(
-        "import torch\ndef make(): return torch.nn.Linear(3, 4)\ndef example_inputs(batch): return torch.randn(batch, 3)\n"
+        "import torch\n"
+        "def make(): return torch.nn.Linear(3, 4)\n"
+        "def example_inputs(batch): return torch.randn(batch, 3)\n"
     )
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
     (tmp_path / "needy.py").write_text("import no_such_library\n")
@@ -130,23 +132,19 @@ def test_optimizers(capsys, name, factor):
         (["my_models:with_args"], 2),
         (["my_models.py:with_kwargs"], 2),
         (["my_models.py:alone", "--input", "5,3"], 5),
-        (["my_models.py:module", "--input", "5,3:float64"], None),
+        (["my_models.py:module", "--input", "5,3:float32"], 5),
         (["my_models.py:with_args", "--input", "6,3"], 6),
         (["my_models.py:two_inputs", "--input", "5,3", "--input", "5,3"], 5),
         (["my_models.py:tokens", "--input", "5:int64"], 5),
         (["with_examples.py:make"], 1),
         (["with_examples.py:make", "--batch", "7"], 7),
-        (["torch.nn:Identity", "--input", "3,4"], None),
+        (["torch.nn:ReLU", "--input", "3,4"], 3),
     ],
 )
 def test_ways_to_name_a_model(capsys, words, batch):
-    code, out, err = run(capsys, "inspect", *words, "--json")
-    if "float64" in words[-1]:  # wrong on purpose: the factory is found, and its model says what is wrong
-        assert code == 2 and "double" in json.loads(err)["error"].lower()
-        return
-    assert (code, err) == (0, "")
-    if batch is not None:
-        assert json.loads(out)["layers"][0]["output_bytes"] == batch * 4 * 4
+    code, data = run_json(capsys, "inspect", *words)
+    assert code == 0
+    assert data["layers"][0]["output_bytes"] == batch * 4 * 4
 
 
 def test_a_model_is_found_from_elsewhere(capsys, folder, monkeypatch):

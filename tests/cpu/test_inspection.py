@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from undertow.api.inspection import inspect
 from undertow.api.planning import plan
 from undertow.errors import CallError
+from undertow.ir import Node, Origin, TensorType, Value
 from undertow.models import SMALL, ZOO, vgg16
 from undertow.report.optimizer_state import count_optimizer_state
+from undertow.report.work import work_of
 
 FLOAT, INDEX = 4, 8  # bytes
 
@@ -95,9 +98,9 @@ def test_tiny_convnet_by_hand_totals():
     # Inference is fullest while it pools: input, output and the places of the maxima.
     assert result.inference.peak_bytes == weights + batch + image + 3 * halved
     assert result.inference.at.startswith("max_pool2d_with_indices 2")
-    # Training is fullest at the derivative of ReLU: its output, kept; the cotangents of its output and of its input; the
-    # gradients of the linear layer. At the derivative of the pooling before it, the place of one image is taken by less:
-    # the pooled image's cotangent and the places of the maxima, 3 * halved.
+    # Training is fullest at the derivative of ReLU: its output, kept; the cotangents of its output and of its input;
+    # the gradients of the linear layer. At the derivative of the pooling before it, the place of one image is taken by
+    # less: the pooled image's cotangent and the places of the maxima, 3 * halved.
     memory = result.training
     assert memory.at.startswith("threshold_backward 1")
     assert (memory.parameter_bytes, memory.batch_bytes, memory.buffer_bytes) == (weights, batch, 0)
@@ -186,6 +189,17 @@ def test_recurrent_layers():
     matrices = 4 * hidden * (width + hidden) + 4 * hidden * (hidden + hidden)
     assert result.forward.flops == 2 * steps * batch * matrices
     assert result.backward.flops == 2 * result.forward.flops
+
+
+def test_recurrent_kernel_of_cudnn():
+    def value(name, *shape):
+        return Value(name, TensorType.of(torch.empty(shape, device="meta")))
+
+    weights = (value("ih", 28, 6), value("hh", 28, 7), value("bias", 28))
+    args = (value("x", 5, 3, 6), weights, 4, value("all", 28 * 13 + 28), value("h", 1, 3, 7), value("c", 1, 3, 7))
+    for target, factor in ((torch.ops.aten._cudnn_rnn, 1), (torch.ops.aten._cudnn_rnn_backward, 2)):
+        node = Node(target.default, args, {}, (value("y", 5, 3, 7),), Origin())
+        assert work_of(node).flops == factor * 2 * 5 * 3 * 28 * (6 + 7)
 
 
 def test_attention_kernel():
@@ -395,6 +409,23 @@ def test_every_zoo_model_prints_in_100_columns(name):
         size for role, size in data["training_memory"].items() if role not in ("at", "peak_bytes")
     )
     assert data["memory_ratio"] == data["training_memory"]["peak_bytes"] / data["inference_memory"]["peak_bytes"]
+
+
+def test_long_names_stay_in_100_columns():
+    class LayerWithAVeryLongNameThatFillsAWholeColumn(nn.Linear):
+        def forward(self, x):
+            return torch.linalg.cholesky(super().forward(x).abs() + 20 * torch.eye(4))
+
+    model = LayerWithAVeryLongNameThatFillsAWholeColumn(4, 4)
+    for _ in range(5):
+        outer = nn.Sequential()
+        outer.add_module("a_name_as_long_as_some_users_write_them", model)
+        model = outer
+    lines = str(inspect(model, (torch.randn(4, 4),))).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any(line.startswith("a_name..") and line.count("LayerWith") == 1 for line in lines)
+    peak = next(line for line in lines if line.startswith("the peak of training is at"))
+    assert re.search(r"test_inspection\.py:\d+$", peak)
 
 
 def test_rows_and_bars():

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from undertow.api.calls import check_arguments
 from undertow.api.functional import Argnums
 from undertow.autodiff.backward import differentiate
 from undertow.capture.capture import capture
@@ -99,8 +100,7 @@ def check_gradients(
 
     A model is copied and converted; neither it nor the arguments are changed.
     """
-    if not isinstance(args, tuple):
-        raise CallError(f"args must be a tuple of positional arguments, got {type(args).__name__}: write (x,)")
+    check_arguments(args, kwargs)
     subject = _Subject(model_or_function, args, kwargs or {}, seed)
     directions = subject.unit_directions() if element_by_element else subject.random_directions(num_directions)
     found, worst, count = [], 0.0, 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from undertow.api.calls import check_call
 from undertow.api.planning import _derive
 from undertow.capture.capture import capture
 from undertow.errors import CallError
@@ -26,7 +27,8 @@ def inspect(
 
     The model is taken as it stands, in train() or eval() mode. Inference is its forward pass alone.
     """
-    _check_call(model, args, kwargs, optimizer)
+    check_call(model, args, kwargs)
+    _check_optimizer(model, optimizer)
     runner = getattr(model, "undertow_runner", None)
     forward = model.forward if runner is None else runner.forward
     with torch.enable_grad():
@@ -59,17 +61,7 @@ def _find_unused(model: torch.nn.Module, program: Program) -> list[Input]:
     return found
 
 
-def _check_call(model: Any, args: Any, kwargs: Any, optimizer: Any) -> None:
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        raise CallError("model is wrapped in torch.compile; inspect the module inside it: model._orig_mod")
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        raise CallError(f"model is wrapped in {type(model).__name__}; inspect the module inside it: model.module")
-    if not isinstance(model, torch.nn.Module):
-        raise CallError(f"model must be an nn.Module, got {type(model).__name__}")
-    if not isinstance(args, tuple):
-        raise CallError(f"args must be a tuple of positional arguments, got {type(args).__name__}: write (x,)")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise CallError(f"kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}")
+def _check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from undertow import ops as ops
+from undertow.api.calls import check_call
 from undertow.autodiff.backward import differentiate
 from undertow.capture.capture import capture
-from undertow.errors import CallError
 from undertow.ir import Program
 from undertow.ops.cleaning import remove_unused
 from undertow.ops.reuse import reuse_dead_inputs
@@ -25,7 +25,7 @@ def plan(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, strict: bool = False
 ) -> Any:
     """A module with the model's parameters that trains by an explicit, derived backward pass."""
-    _check_call(model, args, kwargs)
+    check_call(model, args, kwargs)
 
     def make_runner(module: torch.nn.Module, forward: Callable[..., Any]) -> Runner:
         return Runner(module, forward, capture, lambda program, pattern: _derive(program, pattern, strict))
@@ -44,18 +44,3 @@ def _derive(program: Program, pattern: Pattern, is_strict: bool) -> Program:
         wanted = [item.value for item in program.inputs if item.value in program.differentiable]
         program = differentiate(program, outputs, wanted, is_strict=is_strict)
     return reuse_dead_inputs(remove_unused(program))
-
-
-def _check_call(model: Any, args: Any, kwargs: Any) -> None:
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        raise CallError("model is wrapped in torch.compile; plan the module inside it: ut.plan(model._orig_mod, ...)")
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        raise CallError(f"model is wrapped in {type(model).__name__}; plan model.module, then wrap the planned module")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise CallError("model is a TorchScript module; plan the Python module it was made from")
-    if not isinstance(model, torch.nn.Module):
-        raise CallError(f"model must be an nn.Module, got {type(model).__name__}; for a function use ut.grad")
-    if not isinstance(args, tuple):
-        raise CallError(f"args must be a tuple of positional arguments, got {type(args).__name__}: write (x,)")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise CallError(f"kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from undertow.api.calls import check_arguments
 from undertow.autodiff.backward import backward_as_forward, differentiate_everywhere
 from undertow.capture.capture import capture
 from undertow.errors import CallError
@@ -21,8 +22,7 @@ from undertow.runtime.direct import DirectRun
 
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Trace:
     """Every node's value and the derivative of `function`'s result, a scalar, by it."""
-    if not isinstance(args, tuple):
-        raise CallError(f"args must be a tuple of positional arguments, got {type(args).__name__}: write (x,)")
+    check_arguments(args, kwargs)
     module = function if isinstance(function, torch.nn.Module) else None
     called = module.forward if module is not None else function
     fresh_args, fresh_kwargs = replace_tensors(

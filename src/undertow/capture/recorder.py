@@ -59,7 +59,8 @@ class CaptureRecorder(Recorder):
         value = Value(path if kind is not InputKind.CONSTANT else self.names.unique("constant"), TensorType.of(tensor))
         with _disable_current_modes():
             twin = self.new_tensor(value)
-            twin.requires_grad_(tensor.requires_grad)
+            if tensor.requires_grad:  # under vmap even asking for False is refused
+                twin.requires_grad_()
         if isinstance(tensor, torch.nn.Parameter):
             twin._is_param = True
         self.inputs.append(Input(value, kind, path))

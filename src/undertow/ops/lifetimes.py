@@ -37,8 +37,11 @@ def find_lifetimes(program: Program) -> Lifetimes:
     born: dict[Value, int] = {}
     last_use: dict[Value, int] = {}
     owned: set[Value] = set()
-    for item in (*program.inputs, *program.cotangents):
+    for item in program.inputs:
         root[item.value], born[item.value], last_use[item.value] = item.value, -1, FOREVER
+    for item in program.cotangents:
+        start = program.num_forward_nodes
+        root[item.value], born[item.value], last_use[item.value] = item.value, start, start
     for index, node in enumerate(program.nodes):
         for value in node.inputs:
             last_use[root[value]] = max(last_use[root[value]], index)

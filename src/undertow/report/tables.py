@@ -84,7 +84,9 @@ def _totals(inspection: Inspection) -> str:
         if role == "peak_bytes" or any(getattr(memory, role) for _, memory in columns)
     ]
     lines = [_align(rows, "<" + ">" * len(columns)), ""]
-    lines += [f"the peak of {name} is at {memory.at}" for name, memory in columns if memory.at]
+    lines += [
+        _cut_middle(f"the peak of {name} is at {memory.at}", MAX_COLUMNS) for name, memory in columns if memory.at
+    ]
     return "\n".join([*lines, *_training_lines(inspection)] if inspection.training else [*lines, _NO_GRADIENT])
 
 
@@ -125,7 +127,7 @@ def _without_rule(sites: Sequence[Site]) -> str:
     lines = ["no rule: the derivative is taken through autograd at run time"]
     for site in sites:
         where = "  ".join(part for part in (site.layer, site.location) if part)
-        lines.append(_cut(f"  {site.operation}  {where}".rstrip(), MAX_COLUMNS))
+        lines.append(_cut_middle(f"  {site.operation}  {where}".rstrip(), MAX_COLUMNS))
     return "\n".join(lines)
 
 
@@ -143,11 +145,8 @@ def _align(rows: Sequence[tuple[str, ...]], alignments: str) -> str:
 
 def _title(layer: Layer) -> str:
     """`features.0 Conv2d`; a long path loses its middle."""
-    path, kind = layer.path or "(model)", _cut(layer.kind, LAYER_COLUMNS // 2)
-    room = LAYER_COLUMNS - len(kind) - 1
-    if len(path) > room:
-        path = f"{path[: room // 2 - 1]}..{path[len(path) - (room - room // 2 - 1) :]}"
-    return f"{path} {kind}".rstrip()
+    kind = _cut(layer.kind, LAYER_COLUMNS // 2)
+    return f"{_cut_middle(layer.path or '(model)', LAYER_COLUMNS - len(kind) - 1)} {kind}".rstrip()
 
 
 def _bar(size: int, largest: int) -> str:
@@ -176,3 +175,10 @@ def _joules(joules: float) -> str:
 
 def _cut(line: str, num_columns: int) -> str:
     return line if len(line) <= num_columns else line[: num_columns - 2] + ".."
+
+
+def _cut_middle(text: str, num_columns: int) -> str:
+    if len(text) <= num_columns:
+        return text
+    head = num_columns // 2 - 1
+    return f"{text[:head]}..{text[len(text) - (num_columns - head - 2) :]}"
