@@ -128,7 +128,7 @@ class RandomProgram:
     num_uses: dict[str, int]  # by value
 
     def __str__(self) -> str:
-        kinds = [f"x{i}: {str(x.dtype)[6:]}{list(x.shape)}" for i, x in enumerate(self.inputs)]
+        kinds = [f"x{i}: {str(x.dtype)[6:]}{list(x.shape)} in strides {x.stride()}" for i, x in enumerate(self.inputs)]
         return f"program {self.seed} by {self.wanted} of {', '.join(kinds)}\n{self.listing}"
 
     def run_eagerly(self) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
@@ -149,7 +149,6 @@ def make_program(seed: int) -> RandomProgram:
             except RuntimeError:
                 continue  # eager has no backward pass for it: some kernels exist in bfloat16 for the forward pass only
             return program
-    raise AssertionError
 
 
 class _Builder:
@@ -160,9 +159,8 @@ class _Builder:
         self.lines: list[str] = []
         self.templates: list[str] = []
         self.num_uses: dict[str, int] = {}
-        self.saved: dict[
-            int, Any
-        ] = {}  # memory that a backward pass would read; kept, so that no other takes its place
+        # Memory that a backward pass would read; kept, so that no other takes its place.
+        self.saved: dict[int, Any] = {}
 
     def build(self, seed: int) -> RandomProgram:
         inputs = tuple(self._make_input() for _ in range(self.chance.randint(3, 6)))
@@ -255,9 +253,7 @@ class _Builder:
         if not all(map(_is_tame, tensors)):
             return False
         names = [f"v{len(self.names) + offset}" for offset in range(len(tensors))]
-        self.lines.append(
-            f"{', '.join(names)}{',' * (isinstance(result, tuple | list) and len(tensors) == 1)} = {line}"
-        )
+        self.lines.append(f"{', '.join(names)}{'' if result is tensors[0] or len(tensors) > 1 else ','} = {line}")
         for name, tensor in zip(names, tensors, strict=True):
             self._add(name, tensor)
             if len(tensors) > 1:

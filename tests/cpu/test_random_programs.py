@@ -1,11 +1,13 @@
 """Random programs with fan-out: value, gradients and generator state have the bits of eager PyTorch's."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import pytest
 import torch
-from exactness import same_bits
+from exactness import assert_same_steps, same_bits
 from random_programs import TEMPLATES, RandomProgram
 from random_programs import make_program as make_program_anew
 
@@ -33,17 +35,49 @@ def differences(program: RandomProgram) -> list[str]:
     return wrong
 
 
+@contextmanager
+def naming(program: RandomProgram) -> Iterator[None]:
+    """Lists the program below any error."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(str(program))
+        raise
+
+
+class AsModule(torch.nn.Module):
+    """A program whose wanted inputs are parameters."""
+
+    def __init__(self, program: RandomProgram) -> None:
+        super().__init__()
+        self.function, self.num_inputs = program.function, len(program.inputs)
+        for index in program.wanted:
+            self.register_parameter(f"x{index}", torch.nn.Parameter(program.inputs[index].clone()))
+
+    def forward(self, *data: torch.Tensor) -> torch.Tensor:
+        rest = iter(data)
+        parameters = dict(self.named_parameters())
+        names = [f"x{index}" for index in range(self.num_inputs)]
+        return self.function(*(parameters[name] if name in parameters else next(rest) for name in names))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of eager PyTorch, at degenerate shapes
+def test_planned_steps_have_the_bits_of_eager():
+    for seed in range(NUM_PROGRAMS):
+        program = make_program(seed)
+        data = tuple(x for index, x in enumerate(program.inputs) if index not in program.wanted)
+        with naming(program):
+            assert_same_steps(AsModule(program), data, {}, lambda loss: loss)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("block", range(NUM_TESTS))
 def test_same_bits_as_eager(block):
     reports = []
     for seed in range(block * NUM_PROGRAMS, (block + 1) * NUM_PROGRAMS):
         program = make_program(seed)
-        try:
+        with naming(program):
             wrong = differences(program)
-        except Exception as error:
-            error.add_note(str(program))
-            raise
         if wrong:
             reports.append("\n".join([str(program), *wrong]))
     assert not reports, f"{len(reports)} of {NUM_PROGRAMS} programs differ\n\n" + "\n\n".join(reports)

@@ -46,6 +46,15 @@ RESTRIDE = OwnOperation("restride", _restride, gradient=lambda args, ct: (ct, No
 REPLACE_VALUE = OwnOperation("replace_value", lambda old, new: new, gradient=lambda args, ct: (ct, None))
 
 
+# Eager hands the operation that wrote through a view a contiguous copy of the cotangent, whatever the view's layout is;
+# a sum over it adds in that order.
+WRITE_VIEW = OwnOperation(
+    "write_view",
+    lambda part: part,
+    gradient=lambda args, ct: (aten.clone.default(ct, memory_format=torch.contiguous_format),),
+)
+
+
 class GuardMiss(Exception):
     """A branch on a tensor's value took another way than the one captured; `index` counts the Program's guards."""
 
@@ -135,7 +144,7 @@ def is_view(target: Any) -> bool:
     """Whether the outputs share the memory of the first argument."""
     if isinstance(target, OpOverload):
         return schema_of(target).is_view or target in _UNDECLARED_VIEWS
-    return target is REPLACE_VALUE
+    return target in (REPLACE_VALUE, WRITE_VIEW)
 
 
 # Autograd treats these as fresh tensors, but their outputs lie in their input's memory.

@@ -23,6 +23,10 @@ _UNDECLARED_MUTATIONS = {
 }
 
 
+# Fake kernels that keep the strides of their input where the real ones do not (torch 2.13, CPU).
+CONTIGUOUS_OUTPUTS = {aten.log_sigmoid_forward.default}
+
+
 @dataclass(frozen=True)
 class Schema:
     """The facts about one operation that recording and running it depend on."""

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from undertow.errors import CaptureError
 from undertow.ir import Node, Origin, TensorType, Value, operation_name
-from undertow.ops.own import REPLACE_VALUE, RESTRIDE, Mutating
+from undertow.ops.own import REPLACE_VALUE, RESTRIDE, WRITE_VIEW, Mutating
 from undertow.ops.registry import bind_arguments, find_op
-from undertow.ops.schema import flatten_outputs, functional_of, is_mutated, schema_of
+from undertow.ops.schema import CONTIGUOUS_OUTPUTS, flatten_outputs, functional_of, is_mutated, schema_of
 from undertow.ops.traced_tensor import Alias, Storage, TracedTensor
 from undertow.ops.views import ViewStep, write_through
 
@@ -131,6 +131,8 @@ class Recorder(TorchDispatchMode):
         try:
             with self.fake_mode:
                 result = func(*fake_args, **fake_kwargs)
+                if func in CONTIGUOUS_OUTPUTS:
+                    result = map_tensors(result, torch.Tensor.contiguous)
         except Exception as error:
             result = self.run_for_types(func, args, kwargs, error)
             if not isinstance(result, torch.Tensor | tuple | list):
@@ -252,6 +254,8 @@ class Recorder(TorchDispatchMode):
         if target.requires_grad and not torch.is_grad_enabled():
             value, fake = self.call(REPLACE_VALUE, (old_value, target.fake), (value, fake))
         storage = alias.storage
+        if alias.steps and not alias.steps[-1].is_part and torch.is_grad_enabled():
+            value, fake = self.call(WRITE_VIEW, (value, fake))
         new_value, new_fake = write_through(self, storage.value, storage.fake, alias.steps, value, fake)
         if alias.steps and new_fake.stride() != storage.fake.stride():
             new_value, new_fake = self.call(RESTRIDE, (new_value, new_fake), tuple(storage.fake.stride()))

@@ -31,6 +31,11 @@ class ViewStep:
     kwargs: dict[str, Any]
     output_index: int
 
+    @property
+    def is_part(self) -> bool:
+        """Whether the view may show less than the whole; otherwise it only moves dimensions."""
+        return self.target in _SCATTERS or self.target in _MULTIPLE or self.target is aten.detach.default
+
 
 def write_through(
     recorder: Recorder,
@@ -79,6 +84,7 @@ def _reshape(recorder: Recorder, part: Pair, shape: tuple[int, ...]) -> Pair:
     return recorder.call(aten._unsafe_view.default, part, shape)
 
 
+_MULTIPLE = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 _SCATTERS = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
