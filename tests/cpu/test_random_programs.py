@@ -1,5 +1,6 @@
 """Random programs with fan-out: value, gradients and generator state have the bits of eager PyTorch's."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +32,17 @@ def differences(program: RandomProgram) -> list[str]:
         # Where the result does not depend on an input, autograd has None and `ut.grad`, like JAX, zeros.
         expected = torch.zeros_like(program.inputs[index]) if right is None else right
         if not same_bits(gradient, expected):
-            wrong.append(f"gradient of x{index}: {gradient} instead of {expected}")
+            wrong.append(f"gradient of x{index}: {first_difference(gradient, expected)}")
     return wrong
+
+
+def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str:
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        return f"{found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
+    indices = itertools.product(*map(range, found.shape))
+    places = [place for place in indices if not same_bits(found[place], expected[place])]
+    place = places[0]
+    return f"{found[place].item()!r} instead of {expected[place].item()!r} at {place}, one of {len(places)} elements"
 
 
 @contextmanager

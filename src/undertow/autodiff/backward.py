@@ -39,6 +39,7 @@ from undertow.ops.registry import Call, bind_arguments, find_op
 from undertow.ops.schema import functional_of, schema_of
 from undertow.ops.traced_tensor import TracedTensor
 from undertow.ops.tracing import Namer, Recorder
+from undertow.ops.views import TakePart
 
 aten = torch.ops.aten
 
@@ -81,6 +82,8 @@ def backward_as_forward(program: Program, outputs: Sequence[Value]) -> Program:
 
 
 class _Backward(Recorder):
+    takes_parts = False
+
     def __init__(self, program: Program, is_composed: bool, is_strict: bool) -> None:
         super().__init__(FakeTensorMode(), Namer(taken=_names(program)))
         self.program = program
@@ -157,7 +160,7 @@ class _Backward(Recorder):
         target = node.target
         if isinstance(target, CustomFunction):
             return self._pull_back_function(node, target, cts)
-        if isinstance(target, OwnOperation) and target.gradient is not None:
+        if isinstance(target, TakePart | OwnOperation) and target.gradient is not None:
             return list(zip(node.args, target.gradient(node.args, *cts), strict=True))
         base: Any = target
         if isinstance(target, Mutating):

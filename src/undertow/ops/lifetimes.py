@@ -13,6 +13,7 @@ from undertow.ir import KeptValue, Plan, Program, TensorType, Value
 from undertow.ops.opaque import ThroughAutograd
 from undertow.ops.own import Mutating, is_view
 from undertow.ops.schema import schema_of
+from undertow.ops.views import TakePart
 
 FOREVER = 1 << 60
 
@@ -64,7 +65,7 @@ def shared_argument(target: object, inputs: tuple[Value, ...]) -> Value | None:
     """The argument in whose memory the outputs lie: of a view, and of an operation that writes in place."""
     if not inputs:
         return None
-    if is_view(target):
+    if is_view(target) or isinstance(target, TakePart):
         return inputs[-1] if str(target) == "replace_value" else inputs[0]
     if isinstance(target, OpOverload) and schema_of(target).is_inplace:
         return inputs[0]

@@ -29,7 +29,7 @@ from undertow.ops.own import REPLACE_VALUE, RESTRIDE, WRITE_VIEW, Mutating
 from undertow.ops.registry import bind_arguments, find_op
 from undertow.ops.schema import CONTIGUOUS_OUTPUTS, flatten_outputs, functional_of, is_mutated, schema_of
 from undertow.ops.traced_tensor import Alias, Storage, TracedTensor
-from undertow.ops.views import ViewStep, write_through
+from undertow.ops.views import TakePart, ViewStep, write_through
 
 aten = torch.ops.aten
 
@@ -38,6 +38,8 @@ _QUERIES = {aten.is_pinned.default, aten.sym_size.default, aten.sym_stride.defau
 
 class Recorder(TorchDispatchMode):
     """Records every operation run under it. Subclasses say where operations come from and what may be read."""
+
+    takes_parts = True  # a backward pass that writes into its own fresh tensors need not
 
     def __init__(self, fake_mode: FakeTensorMode, names: Namer) -> None:
         super().__init__()
@@ -193,6 +195,7 @@ class Recorder(TorchDispatchMode):
         if functional is None or find_op(func) is not None:
             return self._record_generic_mutation(func, args, kwargs)
         target = self.traced(args[0])
+        self.take_part(target)
         fake_args, fake_kwargs = self.fakes_of((args, kwargs))
         with self.fake_mode:
             fake = functional(*fake_args, **fake_kwargs)
@@ -227,6 +230,8 @@ class Recorder(TorchDispatchMode):
         if not all(isinstance(item, torch.Tensor | None) for item in mutated):
             self.refuse(f"the in-place operation {operation_name(func)} on a list of tensors", "write it per tensor")
         targets = [self.traced(item) for item in mutated if item is not None]
+        if len(targets) == 1:
+            self.take_part(targets[0])
         value_args, value_kwargs = self.values_of(args), {name: self.values_of(item) for name, item in kwargs.items()}
         fake_args, fake_kwargs = self.fakes_of((args, kwargs))
         shapes = [target.fake.shape for target in targets]
@@ -245,6 +250,17 @@ class Recorder(TorchDispatchMode):
         if not fresh:
             return mutated[0]
         return tensors[0] if schema_of(func).returns_single else tuple(tensors)
+
+    def take_part(self, target: TracedTensor) -> None:
+        """Before a write through a view: read the part and the rest of the storage by one node."""
+        self.value_of(target)
+        alias, storage = target.alias, target.alias.storage
+        if not alias.steps or not self.takes_parts or any(step.target is aten.detach.default for step in alias.steps):
+            return
+        taken = TakePart(alias.steps)
+        with self.on_fakes():
+            part = taken(storage.fake)[0]
+        alias.value, storage.value = self.emit(taken, (storage.value,), {}, [part, storage.fake])
 
     def write(self, target: TracedTensor, value: Value, fake: torch.Tensor) -> None:
         """Let `target` hold `value` from now on, and with it everything that shares its storage."""

@@ -37,6 +37,43 @@ class ViewStep:
         return self.target in _SCATTERS or self.target in _MULTIPLE or self.target is aten.detach.default
 
 
+@dataclass(frozen=True, eq=False)
+class TakePart:
+    """The part of a storage that an operation is about to overwrite, and the storage as the rest.
+
+    With both as outputs of one node, the cotangent of the storage is the rest's with the part's put in its place, as in
+    eager, and not the sum of two that are zero where the other is not: -0.0 + 0.0 is 0.0.
+    """
+
+    steps: tuple[ViewStep, ...]
+    returns_tuple = True
+
+    def __call__(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._part_of(storage), storage
+
+    def gradient(self, args: Any, ct_part: torch.Tensor | None, ct_rest: torch.Tensor | None) -> tuple[Any]:
+        """The cotangent of the storage."""
+        if ct_part is None:
+            return (ct_rest,)
+        kind = args[0].tensor_type
+        whole = aten.new_empty_strided.default(ct_part, kind.shape, kind.strides)
+        if ct_rest is None:
+            whole.zero_()
+        else:
+            whole.copy_(ct_rest)
+        self._part_of(whole).copy_(ct_part)
+        return (whole,)
+
+    def _part_of(self, storage: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            found = step.target(storage, *step.args, **step.kwargs)
+            storage = found[step.output_index] if isinstance(found, tuple | list) else found
+        return storage
+
+    def __str__(self) -> str:
+        return f"take_part[{', '.join(operation_name(step.target) for step in self.steps)}]"
+
+
 def write_through(
     recorder: Recorder,
     value: Value,
