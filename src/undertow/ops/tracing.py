@@ -369,10 +369,11 @@ def _is_pair(argument: Any) -> bool:
 
 def _explicit_factory_options(func: OpOverload, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> dict[str, Any]:
     """The options a factory took from global settings (default dtype and device), written out."""
+    defaults = {argument.name for argument in func._schema.arguments if argument.has_default_value()}
     kwargs = {
         name: item
         for name, item in kwargs.items()
-        if item is not None and not (name == "pin_memory" and not item) and item is not torch.strided
+        if name not in defaults or (item not in (None, torch.strided) and not (name == "pin_memory" and not item))
     }
     takes_tensor = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
     if takes_tensor or not fakes or fakes[0] is None:
