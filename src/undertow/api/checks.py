@@ -182,7 +182,8 @@ class _Subject:
     """A model or function in float64, its recorded gradient, and its eager evaluation along a direction."""
 
     def __init__(self, subject: Any, args: Any, kwargs: Any, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+        # Not the user's own seed: directions equal to the inputs would hide mistakes in antisymmetric derivatives.
+        self.generator = torch.Generator().manual_seed(0x5EED0000 + seed)
         self.args, self.kwargs = replace_tensors((args, kwargs), _to_float64)
         self.module = copy.deepcopy(subject).double() if isinstance(subject, torch.nn.Module) else None
         self.modules = dict(self.module.named_modules()) if self.module is not None else {}
@@ -207,7 +208,9 @@ class _Subject:
     def evaluate(self, direction: dict[str, torch.Tensor], step: float) -> float:
         """The weighted sum of the outputs with the inputs moved by `step` along `direction`, run eagerly."""
         outputs = self._float_outputs(self._evaluate_output({path: step * part for path, part in direction.items()}))
-        return sum(float((output * weight).sum()) for output, weight in zip(outputs, self.weights, strict=True))
+        return sum(
+            float((output.detach() * weight).sum()) for output, weight in zip(outputs, self.weights, strict=True)
+        )
 
     def random_directions(self, count: int) -> list[tuple[str, dict[str, torch.Tensor]]]:
         """Directions over all inputs together, of unit length."""

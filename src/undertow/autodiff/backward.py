@@ -130,6 +130,8 @@ class _Backward(Recorder):
             gradients=tuple(gradients),
             differentiable=self._extend(differentiable),
         )
+        self.cotangents.clear()
+        self.release()
         return check_program(remove_unused(joint) if is_cleaned else joint)
 
     def tensor(self, value: Value) -> TracedTensor:

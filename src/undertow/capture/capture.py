@@ -102,7 +102,9 @@ def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict
             f"the forward pass changes Python state that a recorded step would not change again: "
             f"{', '.join(refused)}; move the change out of forward, or keep it in a buffer"
         )
-    return _finish(recorder, result, changes, arguments)
+    captured = _finish(recorder, result, changes, arguments)
+    recorder.release()
+    return captured
 
 
 @contextmanager

@@ -68,6 +68,11 @@ class CaptureRecorder(Recorder):
         self._twins[id(tensor)] = twin
         return twin
 
+    def release(self) -> None:
+        super().release()
+        self._twins.clear()
+        self.reals.clear()
+
     def lift(self, tensor: torch.Tensor) -> TracedTensor:
         twin = self._twins.get(id(tensor))
         return self.add_input(tensor, InputKind.CONSTANT, str(self.origin())) if twin is None else twin

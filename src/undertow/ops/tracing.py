@@ -292,6 +292,14 @@ class Recorder(TorchDispatchMode):
                     differentiable.add(value)
         return frozenset(differentiable)
 
+    def release(self) -> None:
+        """Let go of the traced tensors: their histories lead through C++, where the garbage collector cannot follow."""
+        for tensor in {id(item): item for value in self.tensors for item in self.holders(value)}.values():
+            tensor.alias.storage.tensors.clear()
+            vars(tensor).clear()
+        self.tensors.clear()
+        self.second_tensors.clear()
+
     def requires_grad(self, value: Value) -> bool | None:
         """Whether eager carries a gradient through the tensor that holds `value`; None if no tensor does."""
         if value in self.settled_requires_grad:

@@ -110,7 +110,7 @@ def _invert(recorder: Recorder, step: ViewStep, whole: Pair, part: Pair) -> Pair
     if target is aten.permute.default:
         order = [dim % whole[1].dim() for dim in args[0]]
         return recorder.call(target, part, tuple(order.index(dim) for dim in range(len(order))))
-    if whole[1].numel() == part[1].numel() and whole[1].dtype == part[1].dtype:
+    if target in _RESHAPES:
         return _reshape(recorder, part, tuple(whole[1].shape))
     return recorder.refuse(f"writing through the view {operation_name(target)}", "write to a tensor of its own")
 
@@ -121,6 +121,15 @@ def _reshape(recorder: Recorder, part: Pair, shape: tuple[int, ...]) -> Pair:
     return recorder.call(aten._unsafe_view.default, part, shape)
 
 
+_RESHAPES = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
 _MULTIPLE = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 _SCATTERS = {
     aten.slice.Tensor: aten.slice_scatter.default,
