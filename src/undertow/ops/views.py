@@ -112,7 +112,18 @@ def _invert(recorder: Recorder, step: ViewStep, whole: Pair, part: Pair) -> Pair
         return recorder.call(target, part, tuple(order.index(dim) for dim in range(len(order))))
     if target in _RESHAPES:
         return _reshape(recorder, part, tuple(whole[1].shape))
+    if whole[1].dtype == part[1].dtype:
+        return _scatter_by_strides(recorder, step, whole, part)
     return recorder.refuse(f"writing through the view {operation_name(target)}", "write to a tensor of its own")
+
+
+def _scatter_by_strides(recorder: Recorder, step: ViewStep, whole: Pair, part: Pair) -> Pair:
+    """The inverse of any view without an inverse of its own, such as unfold."""
+    with recorder.on_fakes():
+        view = step.target(whole[1], *step.args, **step.kwargs)
+    offset = view.storage_offset() - whole[1].storage_offset()
+    layout = (tuple(view.shape), tuple(view.stride()), offset)
+    return recorder.call(aten.as_strided_scatter.default, whole, part, *layout)
 
 
 def _reshape(recorder: Recorder, part: Pair, shape: tuple[int, ...]) -> Pair:
