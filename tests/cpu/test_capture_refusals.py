@@ -40,6 +40,27 @@ def test_a_generator_of_ones_own_is_noticed():
         plan(lambda m, x: m.linear(x) * float(source.random()))
 
 
+def test_seeding_names_the_line_and_moves_no_state():
+    def body(m, x):
+        torch.manual_seed(3)
+        return torch.dropout(m.linear(x), 0.5, True)
+
+    model, x = Body(body), torch.randn(4, 8)
+    before = torch.get_rng_state()
+    with pytest.raises(ut.CaptureError, match=r"manual_seed.*test_capture_refusals\.py:\d+"):
+        ut.plan(model, (x,))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_cannot_be_recorded_names_the_line():
+    def body(m, x):
+        packed = nn.utils.rnn.pack_padded_sequence(m.linear(x)[None], torch.tensor([3]), batch_first=True)
+        return nn.LSTM(8, 8)(packed)[0].data
+
+    with pytest.raises(ut.CaptureError, match=r"test_capture_refusals\.py:\d+"):
+        plan(body)
+
+
 def test_tensor_hooks_name_the_line():
     def body(m, x):
         h = m.linear(x)

@@ -44,6 +44,21 @@ class Sine(torch.autograd.Function):
         return ct * ctx.factor * torch.cos(ctx.factor * x) * 1.5, None  # not the derivative, on purpose
 
 
+class GradientInside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, ct):
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.sin(leaf).sum(), leaf)
+        return ct @ weight * slope, ct.t() @ x
+
+
 class DoubleInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -158,6 +173,8 @@ CASES = {
     ),
     "complex": Bare(lambda m, x: torch.fft.rfft(m.linear(x)).abs()),
     "generator": Bare(lambda m, x: m.linear(x) * torch.rand(4, 8, generator=m.source), source=torch.Generator()),
+    "solve": Bare(lambda m, x: torch.linalg.solve(m.linear.weight + 3 * torch.eye(8), m.linear(x).t())),
+    "function_with_gradient_inside": Bare(lambda m, x: GradientInside.apply(m.linear(x), m.linear.weight)),
     "batch_norm": nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8)),
     "spectral_norm": nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
     "spectral_norm_by_hook": nn.utils.spectral_norm(nn.Linear(8, 8)),

@@ -159,6 +159,54 @@ def test_python_attributes_are_part_of_the_capture():
     run_both(pair(), act)
 
 
+def test_a_replaced_submodule_is_captured_anew():
+    x = torch.randn(4, 8)
+
+    def act(model):
+        model(x).sum().backward()
+        torch.manual_seed(3)
+        model[4] = nn.Linear(16, 5)
+        model(x).square().sum().backward()
+
+    run_both(pair(), act)
+
+
+def test_forward_hooks_added_later_are_seen():
+    x = torch.randn(4, 8)
+
+    def act(model):
+        model(x).sum().backward()
+        handle = model[0].register_forward_hook(lambda module, inputs, output: output * 2)
+        model(x).sum().backward()
+        handle.remove()
+        model(x).sum().backward()
+
+    run_both(pair(), act)
+
+
+def test_an_argument_that_the_model_asks_a_gradient_for():
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, positions):
+            positions.requires_grad_()
+            energy = self.linear(torch.tanh(self.linear(positions))).square().sum()
+            return torch.autograd.grad(energy, positions, create_graph=True)[0]
+
+    eager = Forces()
+    planned = ut.plan(copy.deepcopy(eager), (torch.randn(4, 8),))
+    start = torch.randn(4, 8)
+
+    def act(model):
+        positions = start.clone()
+        model(positions).square().sum().backward()
+        return positions.grad
+
+    assert same_bits(*run_both((eager, planned), act))
+
+
 def test_hooks_fire():
     def act(model):
         seen = []

@@ -14,6 +14,7 @@ from undertow import ops as ops
 from undertow.api.calls import check_call
 from undertow.autodiff.backward import differentiate
 from undertow.capture.capture import capture
+from undertow.capture.origins import place_of
 from undertow.ir import Program
 from undertow.ops.cleaning import remove_unused
 from undertow.ops.reuse import reuse_dead_inputs
@@ -28,7 +29,7 @@ def plan(
     check_call(model, args, kwargs)
 
     def make_runner(module: torch.nn.Module, forward: Callable[..., Any]) -> Runner:
-        return Runner(module, forward, capture, lambda program, pattern: _derive(program, pattern, strict))
+        return Runner(module, forward, capture, lambda program, pattern: _derive(program, pattern, strict), place_of)
 
     planned = make_planned(model, make_runner)
     planned.undertow_runner.variant_for(args, kwargs or {}).step()

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.capture.functions import opaque_functions
 from undertow.capture.recorder import CaptureRecorder
-from undertow.capture.side_effects import AttributeWatch, PythonRandomness
+from undertow.capture.side_effects import AttributeWatch, PythonRandomness, no_seeding
 from undertow.errors import CaptureError
 from undertow.ir import Input, InputKind, Node, Program, Update, Value, check_program
 from undertow.ir.structure import Slot, replace_tensors, tensors_in
@@ -50,6 +50,7 @@ class Captured:
     constants: dict[Value, torch.Tensor]
     arguments: dict[Value, int]  # which of the call's tensors an argument is, counted through args, then kwargs
     outcomes: tuple[Any, ...]  # what the guards saw, in order
+    newly_required: tuple[int, ...]  # arguments on which the code called requires_grad_()
 
     def tensor_behind(self, item: Input, tensors: list[torch.Tensor], modules: dict[str, torch.nn.Module]) -> Any:
         """The tensor an input stands for: among a call's `tensors`, or, found anew at every call, in a module."""
@@ -93,7 +94,7 @@ def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict
         arguments = _trace_arguments(recorder, function, args, kwargs)
         traced_args, traced_kwargs = replace_tensors((args, kwargs), recorder.lift)
         try:
-            with opaque_functions(recorder), recorder:
+            with opaque_functions(recorder), no_seeding(recorder), _outside_inference_mode(), recorder:
                 result = function(*traced_args, **traced_kwargs)
         finally:
             changes, refused = watch.undo()
@@ -116,6 +117,16 @@ def _quiet_fake_tensors() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was_disabled
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    # Inference mode leaves out the dispatch keys beneath which a recorder sees what composite operations are made of.
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @contextmanager
@@ -214,7 +225,12 @@ def _finish(
     program = check_program(remove_unused(program))
     _refuse_lost_history(recorder, program)
     constants = {item.value: recorder.reals[item.value] for item in program.inputs if item.kind is InputKind.CONSTANT}
-    return Captured(program, skeleton, assignments, constants, arguments, tuple(recorder.outcomes))
+    newly_required = tuple(
+        place
+        for value, place in arguments.items()
+        if not recorder.reals[value].requires_grad and any(twin.requires_grad for twin in recorder.holders(value))
+    )
+    return Captured(program, skeleton, assignments, constants, arguments, tuple(recorder.outcomes), newly_required)
 
 
 def _without_false_detach(recorder: CaptureRecorder, node: Node) -> Node:

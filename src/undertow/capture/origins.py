@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from types import CodeType, FrameType
 
 import torch
@@ -38,3 +39,9 @@ def is_users(filename: str) -> bool:
     if filename.startswith(_STANDARD_FOLDER) and "site-packages" not in filename:
         return False
     return not filename.startswith(_OWN_FOLDER) or filename.startswith(_MODELS_FOLDER)
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the user's that an error went through."""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    return f"{os.path.basename(lines[-1].filename)}:{lines[-1].lineno}" if lines else "an unknown line"

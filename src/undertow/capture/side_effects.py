@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from undertow.capture.origins import is_users
 from undertow.ir.structure import ATOMS, tensors_in
 from undertow.ops.traced_tensor import TracedTensor
+from undertow.ops.tracing import Recorder
 
 _INTERNAL = {"_parameters", "_buffers", "_modules"}
 
@@ -82,6 +85,33 @@ class AttributeWatch:
         if isinstance(left, weakref.ref):
             return self._is_same(left(), right())
         return isinstance(left, ATOMS) and left == right
+
+
+@contextmanager
+def no_seeding(recorder: Recorder) -> Iterator[None]:
+    """Refuse what sets the state of PyTorch's generators in recorded code: a Program only draws from them."""
+    thread = threading.get_ident()
+    names = [(torch, "manual_seed"), (torch, "seed"), (torch, "set_rng_state"), (torch.random, "fork_rng")]
+    names += [(torch.random, "manual_seed"), (torch.random, "seed"), (torch.random, "set_rng_state")]
+    previous = [getattr(module, name) for module, name in names]
+
+    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(*args, **kwargs)
+            return recorder.refuse(
+                f"torch.{name}", "seed outside the model, or draw from a torch.Generator passed as generator="
+            )
+
+        return refuse
+
+    for (module, name), original in zip(names, previous, strict=True):
+        setattr(module, name, refusing(name, original))
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(names, previous, strict=True):
+            setattr(module, name, original)
 
 
 class PythonRandomness:

@@ -31,11 +31,11 @@ def autocast_state() -> AutocastState:
 @contextmanager
 def restored_autocast(state: AutocastState) -> Iterator[None]:
     """Run what is inside under an autocast state seen before, also beneath `below_autograd`."""
+    keys = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
     with ExitStack() as stack:
-        for key in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):
-            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
         for kind, is_enabled, dtype in state:
             if is_enabled:
+                stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(keys[kind], False))
                 stack.enter_context(torch.autocast(kind, dtype))
         yield
 

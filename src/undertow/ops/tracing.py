@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
         schema = schema_of(func)
-        fakes = flatten_outputs(result)
+        fakes = flatten_outputs(result) if result is not None else []
         value_args, value_kwargs = self.values_of(args), {name: self.values_of(item) for name, item in kwargs.items()}
         value_kwargs = _explicit_factory_options(func, value_args, value_kwargs, fakes)
         values = self.emit(func, value_args, value_kwargs, fakes)
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
                 alias = Alias(source.storage, (*source.steps, step), value, source.storage.version)
             tensors.append(self.adopt(fake, value, alias))
         if not isinstance(result, tuple | list):
-            return tensors[0]
+            return tensors[0] if tensors else None
         numbers = iter(tensors)
         rebuilt = [next(numbers) if isinstance(item, torch.Tensor) else _skip(item, numbers) for item in result]
         return rebuilt if isinstance(result, list) else tuple(rebuilt)

@@ -76,14 +76,18 @@ class Runner:
         forward: Callable[..., Any],
         capture: Callable[..., Any],
         differentiate: Callable[[Program, Pattern], Program],
+        place_of: Callable[[BaseException], str],
     ) -> None:
         self.model = model
         self.forward = forward
         self._capture = capture
         self._differentiate = differentiate
+        self._place_of = place_of
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
         self._last: Variant | None = None
         self._num_new_states = 0
+        self._modules = dict(model.named_modules())
+        self._children = _children(self._modules)
 
     @property
     def plan(self) -> Plan:
@@ -103,6 +107,10 @@ class Runner:
         while True:
             fitting = [variant for variant in variants if variant.captured.outcomes[: len(seen)] == seen]
             variant = fitting[-1] if fitting else self._add(variants, args, kwargs)
+            if variant.captured.newly_required:
+                for place in variant.captured.newly_required:
+                    tensors[place].requires_grad_()
+                return self(*args, **kwargs)
             try:
                 result = self._run(variant, tensors)
             except GuardMiss as miss:
@@ -136,7 +144,11 @@ class Runner:
             raise
         except Exception as error:
             self._fail_as_eager_does(args, kwargs)
-            raise CaptureError(f"the model runs, but recording it failed: {error}") from error
+            reason = str(error).strip().partition("\n")[0]
+            raise CaptureError(
+                f"the model runs, but recording it failed at {self._place_of(error)}: {reason}; "
+                f"leave this part of the model unplanned (plan submodules instead)"
+            ) from error
         if len(variants) >= MAX_OUTCOMES:
             guards = [node for node in captured.program.nodes if str(node.target).startswith("guard")]
             raise TooManyOutcomes(
@@ -207,15 +219,15 @@ class Runner:
             assignment.owner[assignment.name] = fill_slots(assignment.skeleton, outputs)
         return fill_slots(variant.captured.skeleton, outputs)
 
-    @functools.cached_property
-    def _modules(self) -> dict[str, torch.nn.Module]:
-        return dict(self.model.named_modules())
-
     def _state_key(self) -> Any:
         """Everything outside the arguments that decides which operations run."""
-        modules = tuple(_module_key(module) for module in self._modules.values())
+        children = _children(self._modules)
+        if children != self._children:  # a submodule was replaced
+            self._modules = dict(self.model.named_modules())
+            self._children = children = _children(self._modules)
         return (
-            modules,
+            children,
+            tuple(map(_module_key, self._modules.values())),
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             autocast_state(),
@@ -227,8 +239,12 @@ class Runner:
         )
 
 
+def _children(modules: dict[str, torch.nn.Module]) -> Any:
+    return tuple(tuple(module._modules.values()) for module in modules.values())
+
+
 def _module_key(module: torch.nn.Module) -> Any:
-    """A module's mode, its Python attributes, and the types of its tensors."""
+    """A module's mode, its Python attributes, its hooks, and the types of its tensors."""
     plain = tuple((name, item) for name, item in module.__dict__.items() if type(item) in ATOMS_SET)
     tensors = tuple(
         None if tensor is None else (tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)
@@ -236,7 +252,7 @@ def _module_key(module: torch.nn.Module) -> Any:
         for tensor in group.values()
         if tensor is None or isinstance(tensor, torch.Tensor)
     )
-    return plain, tensors
+    return plain, tensors, tuple(module._forward_pre_hooks.values()), tuple(module._forward_hooks.values())
 
 
 ATOMS_SET = frozenset(ATOMS)
