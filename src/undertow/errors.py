@@ -4,7 +4,9 @@ UndertowError
 ├── CaptureError            the model or function cannot be recorded faithfully; names the line
 │   └── TooManyOutcomes     branches on tensor values took more outcomes than are kept
 ├── CallError (TypeError)   a call to Undertow itself is wrong; names the argument
+├── InfeasibleBudget        no plan fits the budget; says the least that does, and the ways out
 ├── ProgramError            a Program is malformed; a defect in Undertow
+├── PlanError               a Plan is unsound; a defect in Undertow, or a Plan from elsewhere
 ├── MissingRule             `strict=True`, or a second derivative, met an operation without a rule
 └── GradientCheckFailed     an analytic derivative disagrees with the numerical one
 """
@@ -30,8 +32,21 @@ class CallError(UndertowError, TypeError):
     """A call to Undertow itself is wrong."""
 
 
+class InfeasibleBudget(UndertowError):
+    """No plan fits the budget. `minimum_bytes` can be attained, less than `lower_bound_bytes` cannot."""
+
+    def __init__(self, message: str, minimum_bytes: int, lower_bound_bytes: int) -> None:
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+        self.lower_bound_bytes = lower_bound_bytes
+
+
 class ProgramError(UndertowError):
     """A Program is malformed."""
+
+
+class PlanError(UndertowError):
+    """A Plan is unsound."""
 
 
 class MissingRule(UndertowError):

@@ -61,6 +61,32 @@ def test_what_cannot_be_recorded_names_the_line():
         plan(body)
 
 
+def test_generators_made_or_seeded_inside_are_refused():
+    with pytest.raises(ut.CaptureError, match=r"torch\.Generator.*test_capture_refusals\.py:\d+"):
+        plan(lambda m, x: m.linear(x) * torch.rand(8, generator=torch.Generator().manual_seed(3)))
+    model = Body(lambda m, x: m.linear(x) * torch.rand(8, generator=m.source.manual_seed(3)))
+    model.source = torch.Generator().manual_seed(9)
+    before = model.source.get_state()
+    with pytest.raises(ut.CaptureError, match=r"seeds a torch\.Generator"):
+        ut.plan(model, (torch.randn(4, 8),))
+    assert torch.equal(model.source.get_state(), before)
+
+
+def test_writing_into_an_argument_is_refused():
+    class Store(nn.Module):
+        def forward(self, x, found):
+            found["x"] = x * 2
+            return found["x"]
+
+    with pytest.raises(ut.CaptureError, match="changes an object that it was given"):
+        ut.plan(Store(), (torch.randn(4, 8), {}))
+
+
+def test_sharing_memory_by_dlpack_is_refused():
+    with pytest.raises(ut.CaptureError, match=r"DLPack.*test_capture_refusals\.py:\d+"):
+        plan(lambda m, x: m.linear(x) * torch.from_dlpack(torch.ones(8)))
+
+
 def test_tensor_hooks_name_the_line():
     def body(m, x):
         h = m.linear(x)

@@ -59,6 +59,40 @@ class GradientInside(torch.autograd.Function):
         return ct @ weight * slope, ct.t() @ x
 
 
+class RunsModuleAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, ct):
+        leaf = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            again = ctx.module(leaf)
+        torch.autograd.backward(again, ct)
+        return leaf.grad, None
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, left, right):
+        ctx.save_for_backward(left, right)
+        return left @ right
+
+    @staticmethod
+    def backward(ctx, ct):
+        left, right = ctx.saved_tensors
+        return ct @ right.t(), left.t() @ ct
+
+
+def write_spectrum(spectrum):
+    kept = torch.zeros_like(spectrum)
+    kept[:, :3] = spectrum[:, :3] * 2
+    return kept
+
+
 class DoubleInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -173,6 +207,12 @@ CASES = {
     ),
     "complex": Bare(lambda m, x: torch.fft.rfft(m.linear(x)).abs()),
     "generator": Bare(lambda m, x: m.linear(x) * torch.rand(4, 8, generator=m.source), source=torch.Generator()),
+    "complex_factor": Bare(lambda m, x: ((1j * m.linear.weight) * x[:, None]).abs().sum(2)),
+    "complex_slices": Bare(lambda m, x: write_spectrum(torch.fft.rfft(m.linear(x))).real),
+    "function_with_a_module": Bare(
+        lambda m, x: RunsModuleAgain.apply(m.linear(x), m.inner), inner=nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    ),
+    "function_with_products": Bare(lambda m, x: Product.apply(x, m.linear.weight) + x),
     "solve": Bare(lambda m, x: torch.linalg.solve(m.linear.weight + 3 * torch.eye(8), m.linear(x).t())),
     "function_with_gradient_inside": Bare(lambda m, x: GradientInside.apply(m.linear(x), m.linear.weight)),
     "batch_norm": nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8)),

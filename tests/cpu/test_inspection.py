@@ -16,8 +16,8 @@ from undertow.api.planning import plan
 from undertow.errors import CallError
 from undertow.ir import Node, Origin, TensorType, Value
 from undertow.models import SMALL, ZOO, vgg16
+from undertow.ops.work import work_of
 from undertow.report.optimizer_state import count_optimizer_state
-from undertow.report.work import work_of
 
 FLOAT, INDEX = 4, 8  # bytes
 
@@ -57,7 +57,8 @@ def test_tiny_convnet_by_hand_memory():
     # ReLU writes over the convolution's output, so only one of the two is there to be kept.
     assert (conv.kept_bytes, flatten.kept_bytes, linear.kept_bytes) == (0, 0, 0)
     assert [item.num_bytes for item in relu.kept] == [image]
-    assert askers(relu) == [{("relu", "1"), ("max_pool2d_with_indices", "2")}]
+    # Eager keeps it for the pooling layer too, whose derivative looks at its shape alone.
+    assert askers(relu) == [{("relu", "1")}]
     assert [item.num_bytes for item in pool.kept] == [halved, 2 * 4 * 4 * 4 * INDEX]
     assert askers(pool) == [{("addmm", "4")}, {("max_pool2d_with_indices", "2")}]
     assert pool.kept[0].asked_for_by[0].location.startswith("test_inspection.py:")
@@ -140,7 +141,9 @@ def test_kept_bytes_are_what_eager_saves(name):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model(*inputs)
     eager = sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in given)
-    assert inspect(model, inputs).kept_bytes == eager > 0
+    kept = inspect(model, inputs).kept_bytes
+    # The derivative of a pooling layer asks for the shape of its input; eager keeps it, and nothing else needs it.
+    assert 0 < kept < eager if name in ("alexnet", "lenet5") else kept == eager > 0
     del output
 
 
@@ -433,7 +436,7 @@ def test_rows_and_bars():
     relu = next(line for line in lines if line.startswith("1 ReLU"))
     pool = next(line for line in lines if line.startswith("2 MaxPool2d"))
     # 2,048 bytes fill the bar of ten, 1,536 bytes three quarters of it: 7.5, rounded to even.
-    assert relu.split()[2:] == ["-", "2.0", "KiB", "2.0", "KiB", "#" * 10, "max_pool2d_with_indices,", "relu"]
+    assert relu.split()[2:] == ["-", "2.0", "KiB", "2.0", "KiB", "#" * 10, "relu"]
     assert pool.split()[2:8] == ["-", "512", "B", "1.5", "KiB", "#" * 8]
 
 

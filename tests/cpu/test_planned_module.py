@@ -1,13 +1,17 @@
 """A planned module in the hands of user code: it behaves as the module it was made from."""
 
 import copy
+import enum
+import functools
 import inspect
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
 from exactness import same_bits
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import undertow as ut
 
@@ -205,6 +209,137 @@ def test_an_argument_that_the_model_asks_a_gradient_for():
         return positions.grad
 
     assert same_bits(*run_both((eager, planned), act))
+
+
+class Body(nn.Module):
+    """A linear layer and whatever `body` does with it; `settings` become attributes."""
+
+    def __init__(self, body, **settings):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.body = body
+        for name, item in settings.items():
+            setattr(self, name, item)
+
+    def forward(self, *args):
+        return self.body(self, *args)
+
+
+def test_attributes_changed_later_are_part_of_the_capture():
+    x = torch.randn(4, 8)
+    body = Body(lambda m, x: m.linear(x) * m.table["scale"] * m.numbers[0] * m.config.factor, table={"scale": 2.0})
+    body.numbers, body.config = [3.0], SimpleNamespace(factor=1.0)
+    planned = ut.plan(copy.deepcopy(body), (x,))
+    for model in (body, planned):
+        model(x)
+        model.table["scale"], model.numbers[0], model.config.factor = 5.0, 7.0, 2.0
+    assert same_bits(body(x), planned(x))
+
+
+def test_python_arguments_are_compared_by_what_they_are_worth():
+    x = torch.randn(4, 8)
+    body = Body(lambda m, x, item: m.linear(x) * len(item))
+    planned = ut.plan(body, (x, range(1)))
+    for count in range(1, 5):
+        assert same_bits(planned(x, range(count)), body(x, range(count)))
+        assert same_bits(planned(x, set(range(count))), body(x, set(range(count))))
+
+
+def test_enumerations_and_cycles_as_arguments():
+    x, mode = torch.randn(4, 8), enum.Enum("Mode", "A B")
+    body = Body(lambda m, x, item: m.linear(x) if item is mode.A else m.linear(-x))
+    planned = ut.plan(body, (x, mode.A))
+    assert same_bits(planned(x, mode.B), body(x, mode.B))
+    loop = SimpleNamespace(scale=torch.tensor(2.0))
+    loop.itself = loop
+    body = Body(lambda m, x, item: m.linear(x) * item.itself.scale)
+    assert same_bits(ut.plan(body, (x, loop))(x, loop), body(x, loop))
+
+
+def test_arguments_in_the_same_memory():
+    body = Body(lambda m, left, right: left.add_(1) * 0 + m.linear(right))
+    planned = ut.plan(body, (torch.randn(6, 8), torch.randn(6, 8)))
+    memory = torch.randn(12, 8)
+    with pytest.raises(ut.CaptureError, match="shares memory"):
+        planned(memory[:6], memory[3:9])
+
+
+def test_a_mask_cached_outside_the_model_survives():
+    @functools.lru_cache
+    def mask(size):
+        return torch.triu(torch.ones(size, size), 1).bool()
+
+    x = torch.randn(8, 8)
+    body = Body(lambda m, x: m.linear(x).masked_fill(mask(8), 0.0))
+    planned = ut.plan(body, (x,))
+    assert same_bits(planned(x), body(x))
+    assert same_bits(planned(x.t().contiguous().t()), body(x.t().contiguous().t()))
+
+
+def test_disjoint_outputs_are_differentiated_one_by_one():
+    body = Body(lambda m, x: (m.linear(x).square().sum(), m.other(x).square().sum()), other=nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+
+    def act(model):
+        first, second = model(x)
+        first.backward()
+        second.backward()
+
+    run_both((body, ut.plan(copy.deepcopy(body), (x,))), act)
+
+
+def test_hooks_of_unreached_parameters_are_not_called():
+    body = Body(lambda m, x: (m.linear(x).sum(), m.other(m.linear(x)).sum()), other=nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+
+    def act(model):
+        calls = []
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda ct, name=name: calls.append(name))
+        for output in (0, 1, 0):
+            model(x)[output].backward()
+        return sorted(calls)
+
+    assert len(set(map(tuple, run_both((body, ut.plan(copy.deepcopy(body), (x,))), act)))) == 1
+
+
+def test_planned_modules_nest_and_pickle():
+    x = torch.randn(4, 8)
+    inner = ut.plan(make(0.0), (x,))
+    with pytest.raises(ut.CallError, match="already planned"):
+        ut.plan(inner, (x,))
+    outer = ut.plan(nn.Sequential(inner, nn.Linear(3, 2)), (x,))
+    assert same_bits(outer(x), outer[1](inner(x)))
+    file = io.BytesIO()
+    torch.save(inner, file)
+    file.seek(0)
+    assert same_bits(torch.load(file, weights_only=False).eval()(x), inner.eval()(x))
+
+
+def test_checkpoint_around_a_planned_module():
+    x = torch.randn(4, 8, requires_grad=True)
+    run_both(pair(), lambda model: checkpoint(model, x, use_reentrant=False).sum().backward())
+
+
+def test_forward_mode_is_refused():
+    planned = ut.plan(make(), (torch.randn(4, 8),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ut.UndertowError, match="forward-mode"):
+        planned(torch.autograd.forward_ad.make_dual(torch.randn(4, 8), torch.randn(4, 8)))
+
+
+def test_making_a_planned_module_registers_no_subclass():
+    registered = []
+
+    class Base(nn.Module):
+        def __init_subclass__(cls, *, name):
+            registered.append(name)
+
+    class Named(Base, name="named"):
+        def forward(self, x):
+            return x * 2
+
+    ut.plan(Named(), (torch.randn(2),))
+    assert registered == ["named"]
 
 
 def test_hooks_fire():

@@ -25,6 +25,17 @@ def check_call(model: Any, args: Any, kwargs: Any) -> None:
     check_arguments(args, kwargs)
 
 
+def check_argnums(argnums: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The positions that `argnums` names, counted from 0; raises CallError for any other thing."""
+    positions = (argnums,) if isinstance(argnums, int) else argnums
+    if not isinstance(positions, tuple | list) or not all(type(position) is int for position in positions):
+        raise CallError(f"argnums must be an int or a tuple of ints, got {argnums!r}")
+    for position in positions:
+        if not -len(args) <= position < len(args):
+            raise CallError(f"argnums has {position}, but {len(args)} positional arguments were given")
+    return tuple(position % len(args) for position in positions)
+
+
 def check_arguments(args: Any, kwargs: Any) -> None:
     """Raise CallError unless `args` is a tuple and `kwargs` a dict or None."""
     if not isinstance(args, tuple):

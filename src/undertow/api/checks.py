@@ -13,6 +13,7 @@ leaves room for the constants that these orders of magnitude hide.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from undertow.api.calls import check_arguments
+from undertow.api.calls import check_argnums, check_arguments
 from undertow.api.functional import Argnums
 from undertow.autodiff.backward import differentiate
 from undertow.capture.capture import capture
@@ -137,6 +138,8 @@ def central_difference(evaluate: Callable[[float], float], size: float = 0.0) ->
         step /= 8
         if tolerance <= 1e-6 * max(abs(near), size):
             break
+    if math.isinf(best[1]):
+        raise CallError("the function is not finite near these arguments, so there is nothing to compare; give others")
     return best
 
 
@@ -147,11 +150,12 @@ def numerical_gradient(
 
     2d evaluations for d elements when central, d + 1 otherwise. The result has the structure of `ut.grad`'s.
     """
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    check_arguments(args, None)
+    positions = check_argnums(argnums, args)
     step = STEP if is_central else EPSILON**0.5
     results = []
     with torch.no_grad():
-        start = float(function(*args))
+        start = _scalar(function(*args))
         for position in positions:
             found = []
             for _, tensor in tensors_in(args[position]):
@@ -175,7 +179,13 @@ def _evaluate_moved(function: Any, args: Any, moved: torch.Tensor, index: int, s
         raise CallError(f"numerical_gradient needs float64 arguments, got {moved.dtype}: convert with .double()")
     other = moved.clone(memory_format=torch.contiguous_format)
     other.view(-1)[index] += step
-    return float(function(*replace_tensors(args, lambda tensor: other if tensor is moved else tensor)))
+    return _scalar(function(*replace_tensors(args, lambda tensor: other if tensor is moved else tensor)))
+
+
+def _scalar(result: Any) -> float:
+    if isinstance(result, torch.Tensor) and result.numel() != 1:
+        raise CallError(f"the function must return a scalar, got a tensor of shape {tuple(result.shape)}; sum it")
+    return float(result)
 
 
 class _Subject:

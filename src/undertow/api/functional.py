@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from undertow.api.calls import check_argnums, check_arguments
 from undertow.autodiff.backward import backward_as_forward, differentiate
 from undertow.capture.capture import Captured, capture
 from undertow.errors import CallError
@@ -68,6 +69,7 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Any], 
 
 def hvp(function: Callable[..., Any], args: tuple[Any, ...], vectors: tuple[Any, ...]) -> Any:
     """The Hessian of `function`, a scalar, by all of `args`, times `vectors`."""
+    check_arguments(args, None)
     second = _SecondOrder(function, args, tuple(range(len(args))))
     given = [tensor for _, tensor in tensors_in(vectors)]
     if [tensor.shape for tensor in given] != [tensor.shape for tensor in second.recorded.leaves]:
@@ -107,11 +109,7 @@ class _Recorded:
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, argnums: Argnums) -> None:
         self.args, self.argnums = args, argnums
-        positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        for position in positions:
-            if not -len(args) <= position < len(args):
-                raise CallError(f"argnums has {position}, but {len(args)} positional arguments were given")
-        positions = tuple(position % len(args) for position in positions)
+        positions = check_argnums(argnums, args)
         self.is_nested = any(isinstance(tensor, TracedTensor) for _, tensor in tensors_in((args, kwargs)))
         named = [(position, path, tensor) for position in positions for path, tensor in tensors_in(args[position])]
         for position, path, tensor in named:

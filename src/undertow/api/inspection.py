@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from undertow.api.calls import check_call
-from undertow.api.planning import _derive
+from undertow.api.planning import derive
 from undertow.capture.capture import capture
 from undertow.errors import CallError
 from undertow.ir import Input, InputKind, Program, TensorType, Value
-from undertow.report.inspection import Inspection, inspect_programs
+from undertow.ops.tables import make_plan
+from undertow.report.inspection import Inspection, inspect_plans
 from undertow.report.optimizer_state import count_optimizer_state
-from undertow.runtime.planned import Variant
+from undertow.runtime.planned import guess_pattern
 
 
 def inspect(
@@ -33,9 +34,10 @@ def inspect(
     forward = model.forward if runner is None else runner.forward
     with torch.enable_grad():
         captured = capture(forward, args, kwargs or {}, model)
-    variant = Variant(captured, lambda program, pattern: _derive(program, pattern, False))
-    step = _derive(captured.program, variant.pattern, False)
-    alone = _derive(captured.program, (False,) * len(variant.pattern), False)
+    pattern = guess_pattern(captured)
+    plan = make_plan(derive(captured.program, pattern))
+    forward_plan = make_plan(derive(captured.program, (False,) * len(pattern)))
+    step = plan.program
     parameters = dict(model.named_parameters(remove_duplicate=False))
     trained = [
         parameters[item.path]
@@ -43,9 +45,9 @@ def inspect(
         if item.kind is InputKind.PARAMETER
         and any(gradient.input is item.value and gradient.value is not None for gradient in step.gradients)
     ]
-    return inspect_programs(
-        step,
-        alone,
+    return inspect_plans(
+        plan,
+        forward_plan,
         {path: type(module).__name__ for path, module in model.named_modules()},
         _find_unused(model, step),
         None if optimizer is None else count_optimizer_state(optimizer, trained),

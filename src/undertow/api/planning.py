@@ -6,6 +6,7 @@ Public names live here and are re-exported by the package.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from undertow.api.calls import check_call
 from undertow.autodiff.backward import differentiate
 from undertow.capture.capture import capture
 from undertow.capture.origins import place_of
-from undertow.ir import Program
+from undertow.errors import CallError
+from undertow.ir import Plan, Program
 from undertow.ops.cleaning import remove_unused
-from undertow.ops.reuse import reuse_dead_inputs
-from undertow.runtime.planned import Runner, make_planned
+from undertow.ops.shape_only import forget_shape_only_reads
+from undertow.ops.tables import make_plan
+from undertow.runtime.planned import Runner, differentiable_outputs, make_planned
 from undertow.runtime.step import Pattern
 
 
@@ -27,21 +30,32 @@ def plan(
 ) -> Any:
     """A module with the model's parameters that trains by an explicit, derived backward pass."""
     check_call(model, args, kwargs)
-
-    def make_runner(module: torch.nn.Module, forward: Callable[..., Any]) -> Runner:
-        return Runner(module, forward, capture, lambda program, pattern: _derive(program, pattern, strict), place_of)
-
-    planned = make_planned(model, make_runner)
+    if hasattr(model, "undertow_runner"):
+        raise CallError("model is already planned; plan the module it was made from")
+    planned = make_planned(model, RunnerMaker(strict))
     planned.undertow_runner.variant_for(args, kwargs or {}).step()
     return planned
 
 
-def _derive(program: Program, pattern: Pattern, is_strict: bool) -> Program:
-    """The backward pass from the outputs marked in `pattern`, and memory reused where that changes no bit."""
+@dataclass(frozen=True)
+class RunnerMaker:
+    """How a planned module's runner is made; kept with the module, so that a copy or a pickle can make its own."""
+
+    is_strict: bool
+
+    def __call__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> Runner:
+        return Runner(module, forward, capture, self.plan_step, place_of)
+
+    def plan_step(self, program: Program, pattern: Pattern) -> Plan:
+        """The plan for gradients from the outputs marked in `pattern`."""
+        return make_plan(derive(program, pattern, is_strict=self.is_strict))
+
+
+def derive(program: Program, pattern: Pattern, *, is_strict: bool = False) -> Program:
+    """The Program with the backward pass from the outputs marked in `pattern`."""
     if any(pattern):
-        inputs = {item.value for item in program.inputs}
-        carriers = [value for value in program.outputs if value in program.differentiable and value not in inputs]
+        carriers = [program.outputs[place] for place in differentiable_outputs(program)]
         outputs = [value for value, is_present in zip(carriers, pattern, strict=True) if is_present]
         wanted = [item.value for item in program.inputs if item.value in program.differentiable]
-        program = differentiate(program, outputs, wanted, is_strict=is_strict)
-    return reuse_dead_inputs(remove_unused(program))
+        program = forget_shape_only_reads(differentiate(program, outputs, wanted, is_strict=is_strict))
+    return remove_unused(program)

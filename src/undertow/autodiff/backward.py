@@ -33,10 +33,10 @@ from undertow.ir import (
 )
 from undertow.ops.cleaning import remove_unused
 from undertow.ops.interpret import generator_of
-from undertow.ops.opaque import CustomFunction, CustomFunctionBackward, ThroughAutograd
+from undertow.ops.opaque import CustomFunction, CustomFunctionBackward, ThroughAutograd, gradients_through_autograd
 from undertow.ops.own import GENERATOR_STATE, Mutating, OwnOperation, is_random
 from undertow.ops.registry import Call, bind_arguments, find_op
-from undertow.ops.schema import functional_of, schema_of
+from undertow.ops.schema import flatten_outputs, functional_of, schema_of
 from undertow.ops.traced_tensor import TracedTensor
 from undertow.ops.tracing import Namer, Recorder
 from undertow.ops.views import TakePart
@@ -169,7 +169,7 @@ class _Backward(Recorder):
             has_own_rule = find_op(target.target) is not None or not schema_of(target.target).is_inplace
             base = target.target if has_own_rule else functional_of(target.target) or target.target
         op = find_op(base)
-        if op is None or any(value.tensor_type.dtype.is_complex for value in node.inputs):
+        if op is None or (_is_complex(node) and self._is_differentiable_by_autograd(node)):
             return self._pull_back_through_autograd(node, cts)
         if not op.vjps:
             return []
@@ -221,6 +221,24 @@ class _Backward(Recorder):
             except Exception:  # the operation cannot run on fake tensors; contiguous is the usual layout
                 fakes = tuple(_empty_like(value) for value in wanted)
         return self._emit(target, (*args, state), wanted, fakes)
+
+    def _is_differentiable_by_autograd(self, node: Node) -> bool:
+        """Whether PyTorch has a derivative for it; some operations that only move numbers lack one for complex ones."""
+        with self.on_fakes(), torch.enable_grad():
+            tensors = {
+                value: self.tensor(value).fake.detach().requires_grad_(value in self.active)
+                for value in node.inputs
+                if value in self.active or isinstance(value.type, TensorType)
+            }
+            args = map_values(node.args, tensors.__getitem__)
+            try:
+                outputs = flatten_outputs(node.target(*args, **map_values_of(node.kwargs, tensors.__getitem__)))
+                reached = [output for output in outputs if output is not None and output.requires_grad]
+                leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
+                gradients_through_autograd(reached, leaves, [torch.ones_like(output) for output in reached])
+            except RuntimeError:
+                return False
+        return bool(reached)
 
     def _emit(
         self, target: Any, args: Any, inputs: list[Value], fakes: Sequence[torch.Tensor]
@@ -283,6 +301,12 @@ def _sum_to_shape(ct: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     dims += [dim for dim in range(leading, ct.dim()) if shape[dim - leading] == 1 and ct.shape[dim] != 1]
     ct = aten.sum.dim_IntList(ct, dims, True) if dims else ct
     return aten.view.default(ct, list(shape)) if leading else ct
+
+
+def _is_complex(node: Node) -> bool:
+    """The rules are written for real numbers: none of them conjugates."""
+    values = (*node.inputs, *node.kept_outputs)
+    return any(isinstance(value.type, TensorType) and value.type.dtype.is_complex for value in values)
 
 
 def _empty_like(value: Value) -> torch.Tensor:

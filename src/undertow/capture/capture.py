@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.capture.functions import opaque_functions
 from undertow.capture.recorder import CaptureRecorder
-from undertow.capture.side_effects import AttributeWatch, PythonRandomness, no_seeding
+from undertow.capture.side_effects import AttributeWatch, GeneratorWatch, PythonRandomness, no_seeding
 from undertow.errors import CaptureError
 from undertow.ir import Input, InputKind, Node, Program, Update, Value, check_program
-from undertow.ir.structure import Slot, replace_tensors, tensors_in
+from undertow.ir.structure import Slot, replace_tensors, structure_key, tensors_in
 from undertow.ops.cleaning import remove_unused
 
 
@@ -91,21 +91,34 @@ def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict
         _quiet_fake_tensors(),
     ):
         watch = AttributeWatch(modules, recorder.real_of)
+        generators = GeneratorWatch(modules, (args, kwargs))
         arguments = _trace_arguments(recorder, function, args, kwargs)
-        traced_args, traced_kwargs = replace_tensors((args, kwargs), recorder.lift)
+        traced = replace_tensors((args, kwargs), recorder.lift)
+        before = _contents(traced)
         try:
             with opaque_functions(recorder), no_seeding(recorder), _outside_inference_mode(), recorder:
-                result = function(*traced_args, **traced_kwargs)
+                result = function(*traced[0], **traced[1])
         finally:
             changes, refused = watch.undo()
+    if _contents(traced) != before:
+        raise CaptureError(
+            "the forward pass changes an object that it was given (a dict, a list, a cache): a recorded step would "
+            "not change it again; return the new tensors instead"
+        )
     if refused:
         raise CaptureError(
             f"the forward pass changes Python state that a recorded step would not change again: "
             f"{', '.join(refused)}; move the change out of forward, or keep it in a buffer"
         )
+    generators.refuse_changes()
     captured = _finish(recorder, result, changes, arguments)
     recorder.release()
     return captured
+
+
+def _contents(arguments: Any) -> Any:
+    """Where in the arguments which tensor is, and which plain values there are beside them."""
+    return [(path, id(tensor)) for path, tensor in tensors_in(arguments)], structure_key(arguments[1])
 
 
 @contextmanager
@@ -153,6 +166,7 @@ def _traced_parameters(recorder: CaptureRecorder, modules: dict[str, torch.nn.Mo
                     if tensor is not None:
                         replaced.append((tensors, name, tensor))
                         tensors[name] = recorder.add_input(tensor, kind, f"{path}.{name}".lstrip("."))
+        recorder.exchanged += [(tensors, name, tensor, tensors[name]) for tensors, name, tensor in replaced]
         for path, module in modules.items():
             for name, item in module.__dict__.items():
                 if isinstance(item, torch.Tensor):
@@ -166,6 +180,7 @@ def _traced_parameters(recorder: CaptureRecorder, modules: dict[str, torch.nn.Mo
     finally:
         for tensors, name, tensor in replaced:
             tensors[name] = tensor
+        recorder.exchanged.clear()
 
 
 def _twin_or_self(recorder: CaptureRecorder, item: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +85,7 @@ def _run_once(
             return inputs, OriginalApply(function, *inputs)
     except Exception:
         # The forward of a Function may do what only real tensors can: NumPy, foreign kernels.
-        with torch.enable_grad():
+        with torch.enable_grad(), recorder.untraced():
             inputs = _make_inputs(recorder.evaluate_arguments(args), requires_grad)
             return inputs, OriginalApply(function, *inputs)
 
@@ -104,7 +104,7 @@ def _find_gradients(recorder: CaptureRecorder, inputs: list[Any], outputs: list[
     if any(given is output for given in sources for output in outputs):
         return requires_grad  # a written argument is its own output; what came before it cannot be asked
     try:
-        with recorder.on_fakes() if recorder.is_fake(outputs) else nullcontext():
+        with recorder.on_fakes() if recorder.is_fake(outputs) else recorder.untraced():
             cts = [None if output is None else torch.ones_like(output) for output in outputs]
             found = iter(gradients_through_autograd(outputs, sources, cts) if sources else ())
     except Exception:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,22 @@ class CaptureRecorder(Recorder):
         self.reals: dict[Value, torch.Tensor] = {}
         self.outcomes: list[Any] = []
         self._twins: dict[int, TracedTensor] = {}
+        # Parameters and buffers whose places traced twins take: owner, name, the real tensor, its twin.
+        self.exchanged: list[tuple[dict[str, Any], str, torch.Tensor, TracedTensor]] = []
+
+    @contextmanager
+    def untraced(self) -> Iterator[None]:
+        """Give the modules their real tensors back for a trial run, whose gradients are thrown away."""
+        gradients = [(tensor, tensor.grad) for _, _, tensor, _ in self.exchanged]
+        for owner, name, tensor, _ in self.exchanged:
+            owner[name], tensor.grad = tensor, None
+        try:
+            yield
+        finally:
+            for owner, name, _, twin in self.exchanged:
+                owner[name] = twin
+            for tensor, gradient in gradients:
+                tensor.grad = gradient
 
     def origin(self) -> Origin:
         return current_origin(self.module_paths)
@@ -71,7 +88,20 @@ class CaptureRecorder(Recorder):
     def release(self) -> None:
         super().release()
         self._twins.clear()
-        self.reals.clear()
+        constants = {item.value for item in self.inputs if item.kind is InputKind.CONSTANT}
+        self.reals = {value: real for value, real in self.reals.items() if value in constants}
+
+    def real_after_capture(self, tensor: TracedTensor) -> torch.Tensor:
+        value = getattr(tensor, "value_at_end", None)
+        if value is None or not self._is_constant(value):
+            maker = next((node for node in self.nodes if value in node.outputs), None)
+            raise CaptureError(
+                f"a tensor that the model made{f' at {maker.origin}' if maker else ''} while it was captured was kept "
+                f"outside of it and is used again; keep it in a buffer, or compute it at every call"
+            )
+        if value not in self.reals:
+            (self.reals[value],) = self.evaluate((value,))
+        return self.reals[value]
 
     def lift(self, tensor: torch.Tensor) -> TracedTensor:
         twin = self._twins.get(id(tensor))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from undertow.capture.origins import is_users
+from undertow.errors import CaptureError
 from undertow.ir.structure import ATOMS, tensors_in
 from undertow.ops.traced_tensor import TracedTensor
 from undertow.ops.tracing import Recorder
@@ -89,22 +90,21 @@ class AttributeWatch:
 
 @contextmanager
 def no_seeding(recorder: Recorder) -> Iterator[None]:
-    """Refuse what sets the state of PyTorch's generators in recorded code: a Program only draws from them."""
+    """Refuse what makes or sets PyTorch's generators in recorded code: a Program only draws from them."""
     thread = threading.get_ident()
-    names = [(torch, "manual_seed"), (torch, "seed"), (torch, "set_rng_state"), (torch.random, "fork_rng")]
-    names += [(torch.random, "manual_seed"), (torch.random, "seed"), (torch.random, "set_rng_state")]
-    previous = [getattr(module, name) for module, name in names]
+    way_out = "make and seed generators outside the model"
 
-    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
+    def refusing(name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return original(*args, **kwargs)
-            return recorder.refuse(
-                f"torch.{name}", "seed outside the model, or draw from a torch.Generator passed as generator="
-            )
+            return recorder.refuse(f"torch.{name}", way_out)
 
-        return refuse
+        return _RefusingType("Generator", (), {"call": call, "original": original}) if name == "Generator" else call
 
+    names = [(torch, "Generator"), (torch.random, "fork_rng")]
+    names += [(module, name) for module in (torch, torch.random) for name in ("manual_seed", "seed", "set_rng_state")]
+    previous = [getattr(module, name) for module, name in names]
     for (module, name), original in zip(names, previous, strict=True):
         setattr(module, name, refusing(name, original))
     try:
@@ -112,6 +112,39 @@ def no_seeding(recorder: Recorder) -> Iterator[None]:
     finally:
         for (module, name), original in zip(names, previous, strict=True):
             setattr(module, name, original)
+
+
+class _RefusingType(type):
+    """Stands for a type that may be asked about, and not be made an instance of."""
+
+    call: Any
+    original: type
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.call(*args, **kwargs)
+
+    def __instancecheck__(cls, item: Any) -> bool:
+        return isinstance(item, cls.original)
+
+
+class GeneratorWatch:
+    """The states of the torch.Generators that a model holds or is given: recorded code draws, and never sets them."""
+
+    def __init__(self, modules: dict[str, torch.nn.Module], arguments: Any) -> None:
+        places = [module.__dict__.values() for module in modules.values()] + [arguments[0], arguments[1].values()]
+        kind = type(torch.default_generator)
+        self._states = [(item, item.get_state()) for place in places for item in place if type(item) is kind]
+
+    def refuse_changes(self) -> None:
+        """Raise if a generator was seeded while the code ran; puts its state back."""
+        is_changed = any(not torch.equal(item.get_state(), state) for item, state in self._states)
+        for item, state in self._states:
+            item.set_state(state)
+        if is_changed:
+            raise CaptureError(
+                "the forward pass seeds a torch.Generator of the model, which a recorded step would not do again; "
+                "seed it outside"
+            )
 
 
 class PythonRandomness:

@@ -2,7 +2,9 @@
 
 from undertow.ir.check import check_program as check_program
 from undertow.ir.plan import KeptValue as KeptValue
+from undertow.ir.plan import Outcome as Outcome
 from undertow.ir.plan import Plan as Plan
+from undertow.ir.plan import Tables as Tables
 from undertow.ir.printer import format_bytes as format_bytes
 from undertow.ir.printer import print_program as print_program
 from undertow.ir.program import Gradient as Gradient

@@ -1,8 +1,9 @@
-"""The Plan: a Program with what is known of its memory. Printable; what is printed is what runs."""
+"""The Plan: what runs, in which order, what each moment holds, and why. Printable; what is printed is what runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 from undertow.ir.printer import format_bytes, print_program
 from undertow.ir.program import Node, Program, Value
@@ -19,13 +20,47 @@ class KeptValue:
 
 
 @dataclass(frozen=True, eq=False)
+class Tables:
+    """Bytes and times of a plan, views folded into the storage they lie in. Planner and checker share nothing else."""
+
+    storage: dict[Value, int]  # of every value, inputs included
+    storage_bytes: tuple[int, ...]
+    offsets: tuple[int | None, ...]  # where a storage lies in the step's memory; None for inputs, which are the user's
+    frees: tuple[tuple[int, ...], ...]  # storages freed after each node
+    workspace_bytes: tuple[int, ...]  # of each node
+    duration_ns: tuple[int, ...]  # of each node
+
+
+class Outcome(Enum):
+    """How a search for a plan ended; a budget that cannot be met is an error instead."""
+
+    UNCONSTRAINED = "no budget given"
+    OPTIMAL = "proved optimal"
+    FEASIBLE = "within the gap of the best"
+    TIMED_OUT = "the best found in the time given"
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """A training step. `peak_bytes` counts inputs, values and gradients, not the workspace inside kernels."""
+    """A training step.
+
+    `base` is the Program before planning. A node of `program` at position i stands for node `bases[i]` of it, or for
+    none (-1); a value that is made a second time is in `repeats`, with the value it repeats.
+    """
 
     program: Program
-    live_bytes: tuple[int, ...]  # while each node runs
+    base: Program
+    bases: tuple[int, ...]
+    repeats: dict[Value, Value]
+    tables: Tables
     kept: tuple[KeptValue, ...]
     without_rule: tuple[Node, ...]  # their derivatives go through PyTorch's autograd
+    held: dict[str, int] = field(default_factory=dict)  # bytes held throughout, by what they are
+    live_bytes: tuple[int, ...] = ()  # while each node runs: all that is held, and its workspace
+    budget_bytes: int | None = None
+    lower_bound_ns: int = 0
+    outcome: Outcome = Outcome.UNCONSTRAINED
+    has_measured_costs: bool = False
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -34,14 +69,39 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once."""
-        inputs = sum(item.value.type.num_bytes for item in self.program.inputs)
-        return max(self.live_bytes, default=inputs)
+        """The most bytes alive at once, all that the step holds counted."""
+        return max(self.live_bytes, default=sum(self.held.values()))
 
     @property
     def peak_node(self) -> Node | None:
         """The operation during which the peak is reached."""
         return self.nodes[self.live_bytes.index(self.peak_bytes)] if self.live_bytes else None
+
+    @property
+    def step_us(self) -> float:
+        """The predicted time of a step: the sum of its operations' times."""
+        return sum(self.tables.duration_ns) / 1e3
+
+    @property
+    def lower_bound_us(self) -> float:
+        """No plan within the budget takes less than this, under the same costs."""
+        return self.lower_bound_ns / 1e3
+
+    @property
+    def gap(self) -> float:
+        """How much slower than the bound the plan can be at most: (step - bound) / bound."""
+        return self.step_us / self.lower_bound_us - 1 if self.lower_bound_ns else 0.0
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Positions of nodes that run for a second time."""
+        seen: set[int] = set()
+        found = []
+        for position, base in enumerate(self.bases):
+            if base >= 0 and base in seen:
+                found.append(position)
+            seen.add(base)
+        return tuple(found)
 
     def __str__(self) -> str:
         kept_bytes = sum(item.num_bytes for item in self.kept)
@@ -53,7 +113,13 @@ class Plan:
         )
         if self.peak_node is not None:
             where = " ".join(part for part in (self.peak_node.name, str(self.peak_node.origin)) if part)
-            lines.append(f"peak: {format_bytes(self.peak_bytes)} at {where} (kernels' workspace not counted)")
+            note = "" if self.has_measured_costs else " (kernels' workspace not counted)"
+            lines.append(f"peak: {format_bytes(self.peak_bytes)} at {where}{note}")
+        if self.budget_bytes is not None:
+            lines.append(
+                f"budget: {format_bytes(self.budget_bytes)}; {len(self.recomputed)} operations run again; "
+                f"{self.step_us / 1e3:.1f} ms predicted, gap {self.gap:.1%} ({self.outcome.value})"
+            )
         if self.without_rule:
             names = sorted({f"{node.name} ({node.origin})" for node in self.without_rule})
             lines.append(f"derivative taken through autograd at run time: {', '.join(names)}")

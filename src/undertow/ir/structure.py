@@ -6,12 +6,19 @@ is copied by `copy.deepcopy` with its tensors exchanged through the memo, so no 
 
 from __future__ import annotations
 
+import collections
 import copy
+import enum
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
+
+# What is compared by identity or by name: nothing inside it can be a tensor of the call.
+_WITHOUT_TENSORS = (type, enum.Enum, types.ModuleType, types.FunctionType)
 
 ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -26,40 +33,68 @@ class Slot:
         return memo.tensors[self.index] if isinstance(memo, _SlotMemo) else self
 
 
-def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in `tree` with its path, such as `[0]['mask']` or `.loss`."""
+def tensors_in(tree: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in `tree` with its path, such as `[0]['mask']` or `.loss`; `above` are the ids of what holds it."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
-    elif isinstance(tree, ATOMS):
+    elif isinstance(tree, ATOMS) or id(tree) in above:
         return
     elif isinstance(tree, tuple | list):
         for index, item in enumerate(tree):
-            yield from tensors_in(item, f"{path}[{index}]")
+            yield from tensors_in(item, f"{path}[{index}]", (*above, id(tree)))
     elif isinstance(tree, dict):
         for name, item in tree.items():
-            yield from tensors_in(item, f"{path}[{name!r}]")
-    else:
+            yield from tensors_in(item, f"{path}[{name!r}]", (*above, id(tree)))
+    elif not isinstance(tree, _WITHOUT_TENSORS):
         for name, item in getattr(tree, "__dict__", {}).items():
-            yield from tensors_in(item, f"{path}.{name}")
+            yield from tensors_in(item, f"{path}.{name}", (*above, id(tree)))
 
 
-def structure_key(tree: Any) -> Any:
+class Same:
+    """An object as a key: equal to itself alone, and kept alive, so that its id names nothing else later."""
+
+    __slots__ = ("item",)
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.item is other.item
+
+    def __hash__(self) -> int:
+        return id(self.item)
+
+
+def structure_key(tree: Any, above: tuple[int, ...] = ()) -> Any:
     """A hashable summary of `tree`: tensors by what a capture depends on, Python values by themselves."""
+    if id(tree) in above:
+        return "a cycle", above.index(id(tree))
     if isinstance(tree, torch.Tensor):
         # Subclasses and non-strided layouts are told apart by type and layout.
         strides = tree.stride() if tree.layout is torch.strided else tree.layout
         return type(tree), tree.dtype, tree.shape, strides, tree.device, tree.requires_grad, tree.is_leaf
     if isinstance(tree, tuple | list):
-        return type(tree), tuple(structure_key(item) for item in tree)
+        return type(tree), tuple(structure_key(item, (*above, id(tree))) for item in tree)
     if isinstance(tree, dict):
-        return type(tree), tuple((name, structure_key(item)) for name, item in tree.items())
+        return type(tree), tuple((name, structure_key(item, (*above, id(tree)))) for name, item in tree.items())
     if isinstance(tree, float):
         return float, tree.hex()  # -0.0 and NaN are told apart
     if isinstance(tree, ATOMS):
         return type(tree), tree
-    if hasattr(tree, "__dict__") and not isinstance(tree, type) and not callable(tree):
-        return type(tree), tuple((name, structure_key(item)) for name, item in vars(tree).items())
-    return type(tree), id(tree)
+    if isinstance(tree, set | frozenset | collections.deque):
+        return type(tree), tuple(sorted(map(repr, tree)) if isinstance(tree, set | frozenset) else map(repr, tree))
+    if isinstance(tree, numpy.ndarray):
+        return numpy.ndarray, tree.shape, tree.dtype.str, tree.tobytes()
+    if hasattr(tree, "__dict__") and not isinstance(tree, _WITHOUT_TENSORS) and not callable(tree):
+        items = vars(tree).items()
+        return type(tree), tuple((name, structure_key(item, (*above, id(tree)))) for name, item in items)
+    return type(tree), tree if _is_plain_value(tree) else Same(tree)
+
+
+def _is_plain_value(item: Any) -> bool:
+    """Whether an object compares by what it is worth, like a range or a fraction, and not by which object it is."""
+    own_hash: Any = type(item).__hash__
+    return own_hash is not None and own_hash is not object.__hash__
 
 
 def replace_tensors(tree: Any, replace: Callable[[torch.Tensor], Any]) -> Any:

@@ -8,10 +8,15 @@ derivative does not meet 0 times infinity.
 import math
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
+from undertow.ir import Value
+from undertow.kernels.bits import pack_signs, select_by_bits
+from undertow.ops.alternatives import Code, packed_type, register_code
+from undertow.ops.own import OwnOperation
 from undertow.ops.registry import Call, Case, Op, Sampler, case, composed, fused, fused_joint, kink, register
 
 aten = torch.ops.aten
@@ -47,6 +52,21 @@ register(
         ),
         kinked,
     )
+)
+
+SELECT_BY_BITS = OwnOperation("select_by_bits", select_by_bits)
+
+
+def _select_by_signs(bound: dict[str, Any], code: Value) -> tuple[OwnOperation, tuple[Any, ...]] | None:
+    ct, y = bound["grad_output"], bound["self"]
+    if bound["threshold"] != 0 or ct.type != y.type:
+        return None
+    return SELECT_BY_BITS, (ct, code, y.tensor_type.strides)
+
+
+register_code(
+    aten.threshold_backward.default,
+    Code("self", packed_type, encode=OwnOperation("pack_signs", pack_signs), read=_select_by_signs),
 )
 
 register(

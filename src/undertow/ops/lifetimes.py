@@ -1,6 +1,6 @@
 """Who shares memory with whom, when each storage is last read, and how many bytes are alive at each node.
 
-Views are folded into the storage they lie in. Bytes are those of outputs; workspace inside kernels is not counted here.
+Views are folded into the storage they lie in.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from torch._ops import OpOverload
 
-from undertow.ir import KeptValue, Plan, Program, TensorType, Value
-from undertow.ops.opaque import ThroughAutograd
+from undertow.ir import KeptValue, Program, TensorType, Value
 from undertow.ops.own import Mutating, is_view
 from undertow.ops.schema import schema_of
 from undertow.ops.views import TakePart
@@ -72,20 +71,6 @@ def shared_argument(target: object, inputs: tuple[Value, ...]) -> Value | None:
     return None
 
 
-def live_bytes(program: Program, lifetimes: Lifetimes) -> list[int]:
-    """Bytes of values alive while each node runs, inputs and finished gradients included."""
-    change = [0] * (len(program.nodes) + 1)
-    for value, index in lifetimes.born.items():
-        change[max(index, 0)] += value.type.num_bytes
-        if lifetimes.last_use[value] < len(program.nodes):
-            change[lifetimes.last_use[value] + 1] -= value.type.num_bytes
-    totals, alive = [], 0
-    for delta in change[:-1]:
-        alive += delta
-        totals.append(alive)
-    return totals
-
-
 def is_dense(value: Value) -> bool:
     """Whether each element of the value has memory of its own and no gaps lie between."""
     kind = value.type
@@ -104,14 +89,3 @@ def kept_values(program: Program, lifetimes: Lifetimes) -> tuple[KeptValue, ...]
             if root in makers and value in makers:
                 askers.setdefault(root, {})[asker.name if asker is not None else node.name] = None
     return tuple(KeptValue(root, root.type.num_bytes, makers[root], tuple(found)) for root, found in askers.items())
-
-
-def make_plan(program: Program) -> Plan:
-    """The Program with its memory: what is alive when, what is kept and for whom."""
-    lifetimes = find_lifetimes(program)
-    return Plan(
-        program=program,
-        live_bytes=tuple(live_bytes(program, lifetimes)),
-        kept=kept_values(program, lifetimes),
-        without_rule=tuple(node for node in program.backward_nodes if isinstance(node.target, ThroughAutograd)),
-    )

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._prims_common import suggest_memory_format
 
+from undertow.ir import Node
+from undertow.ops.alternatives import register_second_run
+from undertow.ops.own import Mutating
 from undertow.ops.registry import (
     Call,
     Case,
@@ -234,6 +238,19 @@ register(
         samples=lambda draw: _batch_norm_samples(draw) + _without_running_statistics(draw),
     )
 )
+
+
+def _without_statistics(node: Node) -> Node:
+    """A second run leaves the running statistics alone: the outputs do not depend on them in training mode."""
+    return replace(
+        node,
+        target=aten.native_batch_norm.default,
+        args=(*node.args[:3], None, None, *node.args[5:]),
+        outputs=node.outputs[:3],
+    )
+
+
+register_second_run(Mutating(aten.native_batch_norm.default), _without_statistics)
 
 for _target in (aten._native_batch_norm_legit.default, aten._native_batch_norm_legit_functional.default):
     register(Op(_target, vjps=_BATCH_NORM_VJPS, samples=_batch_norm_samples))

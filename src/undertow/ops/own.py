@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from undertow.ir import operation_name
+from undertow.ir import Node, Value, operation_name
 from undertow.ops.registry import bind_arguments
 from undertow.ops.schema import flatten_outputs, schema_of
 
@@ -91,8 +91,39 @@ def _generator_state(generator: torch.Generator) -> torch.Tensor:
     return generator.get_state()
 
 
-# Before a random operation whose derivative PyTorch takes by running it again.
+# Before a random operation that is run again later.
 GENERATOR_STATE = OwnOperation("generator_state", _generator_state)
+GENERATOR_STATE_BYTES = torch.default_generator.get_state().numel()  # of the CPU's; CUDA's is 16 bytes
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A random operation run again under a recorded generator state, which comes first among its arguments."""
+
+    target: Any
+    device: torch.device
+    returns_tuple = True
+
+    def __call__(self, state: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
+        generator = given[0] if given else default_generator(self.device)
+        before = generator.get_state()
+        generator.set_state(state)
+        try:
+            return tuple(flatten_outputs(self.target(*args, **kwargs)))
+        finally:
+            generator.set_state(before)
+
+    def __str__(self) -> str:
+        return f"{operation_name(self.target)}.replayed"
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+# A tensor of the right shape for kernels that look at nothing else of an argument.
+BLANK = OwnOperation("blank", _blank)
 
 
 @dataclass(frozen=True)
@@ -124,6 +155,11 @@ def call_bound(target: OpOverload, bound: dict[str, Any]) -> Any:
     args = [bound[argument.name] for argument in arguments if not argument.kwarg_only]
     kwargs = {argument.name: bound[argument.name] for argument in arguments if argument.kwarg_only}
     return target(*args, **kwargs)
+
+
+def overwrites(node: Node) -> tuple[Value, ...]:
+    """The inputs of the Program that a node gives another value: an optimizer's update overwrites its parameter."""
+    return getattr(node.target, "overwrites", lambda node: ())(node)
 
 
 def has_effect(target: Any) -> bool:

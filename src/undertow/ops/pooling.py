@@ -8,13 +8,19 @@ the cotangent is A^T ct_y, and needs nothing of the forward pass but shapes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
+from undertow.ir import TensorType
+from undertow.kernels.window_codes import decode_windows, encode_windows
+from undertow.ops.alternatives import Codec, is_contiguous, register_codec
+from undertow.ops.own import OwnOperation
 from undertow.ops.registry import Call, Op, case, composed, fused, register
 from undertow.ops.resampling import apply_transposed
+from undertow.ops.shape_only import register_shape_only
 
 aten = torch.ops.aten
 
@@ -56,6 +62,26 @@ _register_max_pool(
         case(draw.distinct(2, 4, 6, 6).contiguous(memory_format=torch.channels_last), [3, 3], [2, 2], [1, 1]),
     ],
 )
+
+
+def _window_codec(bound: dict[str, Any], kind: TensorType) -> Codec | None:
+    kernel = _per_dim(bound["kernel_size"], 2)
+    if kernel[0] * kernel[1] > 256 or not is_contiguous(kind):
+        return None
+    stride = tuple(_per_dim(bound["stride"] or kernel, 2))
+    geometry = (
+        bound["self"].tensor_type.shape[-1],
+        kernel[1],
+        stride,
+        tuple(_per_dim(bound["padding"], 2)),
+        tuple(_per_dim(bound["dilation"], 2)),
+    )
+    return Codec(replace(kind, dtype=torch.uint8), (ENCODE_WINDOWS, geometry), (DECODE_WINDOWS, geometry))
+
+
+ENCODE_WINDOWS = OwnOperation("encode_windows", encode_windows)
+DECODE_WINDOWS = OwnOperation("decode_windows", decode_windows)
+register_codec(aten.max_pool2d_with_indices.default, 1, _window_codec)
 
 _register_max_pool(
     aten.max_pool3d_with_indices.default,
@@ -220,3 +246,11 @@ _register_adaptive_average_pool(
     3,
     lambda draw: [case(draw(2, 2, 3, 5, 4), [2, 3, 2]), case(draw(2, 3, 4, 4), [1, 2, 3])],
 )
+
+# These kernels take the pooled tensor for its shape.
+for _reader in (
+    aten.max_pool2d_with_indices_backward.default,
+    aten.avg_pool2d_backward.default,
+    aten._adaptive_avg_pool2d_backward.default,
+):
+    register_shape_only(_reader, "self")

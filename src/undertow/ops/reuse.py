@@ -22,13 +22,14 @@ def reuse_dead_inputs(program: Program) -> Program:
     nodes = list(program.nodes)
     lifetimes = find_lifetimes(program)
     for index, node in enumerate(nodes):
-        target = _inplace_target(node, index, lifetimes)
+        target = _reusing_target(node, index, lifetimes)
         if target is not None:
             nodes[index] = replace(node, target=target)
     return replace(program, nodes=tuple(nodes))
 
 
-def _inplace_target(node: Node, index: int, lifetimes: Lifetimes) -> OpOverload | None:
+def inplace_target(node: Node) -> OpOverload | None:
+    """The operation that writes the node's result over its first argument; None if there is none of the same type."""
     if len(node.outputs) != 1 or not node.args:
         return None
     if isinstance(node.target, Mutating):
@@ -38,8 +39,16 @@ def _inplace_target(node: Node, index: int, lifetimes: Lifetimes) -> OpOverload 
     else:
         target = None
     argument, result = node.args[0], node.outputs[0]
-    if target is None or not isinstance(argument, Value) or result is None or argument.type != result.type:
+    if not isinstance(argument, Value) or result is None or argument.type != result.type:
         return None
+    return target
+
+
+def _reusing_target(node: Node, index: int, lifetimes: Lifetimes) -> OpOverload | None:
+    target = inplace_target(node)
+    if target is None:
+        return None
+    argument = node.args[0]
     root = lifetimes.root[argument]
     if not is_dense(root) or root not in lifetimes.owned or not lifetimes.is_dead_after(argument, index):
         return None

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map
 
-from undertow.errors import CaptureError
 from undertow.ir import TensorType, Value
 from undertow.ops.views import ViewStep
 
@@ -25,6 +25,7 @@ class TracedTensor(torch.Tensor):
     fake: torch.Tensor
     alias: Alias
     recorder: Recorder
+    value_at_end: Value  # once the capture is over
 
     @staticmethod
     def __new__(cls, fake: torch.Tensor, recorder: Recorder) -> TracedTensor:
@@ -46,7 +47,9 @@ class TracedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise CaptureError(f"{func} was called on a tensor that belongs to a finished capture")
+        # Code that keeps tensors outside the model, such as a cache of masks, holds one when its capture is over.
+        args, kwargs = tree_map(_real_after_capture, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     @property
     def data(self) -> Any:
@@ -67,6 +70,10 @@ class TracedTensor(torch.Tensor):
     def tolist(self) -> Any:
         """Read element by element, so that every number becomes a guard."""
         return self.item() if self.dim() == 0 else [element.tolist() for element in self]
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a recorded tensor has no memory to share."""
+        return self.recorder.refuse("sharing a tensor's memory (DLPack)", "keep the computation in torch")
 
     def register_hook(self, hook: Any) -> Any:
         """Refused: the hook would run on a tensor that a planned step never makes."""
@@ -91,6 +98,10 @@ class TracedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TracedTensor({TensorType.of(self.fake)})"
+
+
+def _real_after_capture(item: Any) -> Any:
+    return item.recorder.real_after_capture(item) if isinstance(item, TracedTensor) else item
 
 
 @dataclass(eq=False)

@@ -58,6 +58,10 @@ class Recorder(TorchDispatchMode):
         """The traced twin of a real tensor that the code reaches by itself."""
         raise NotImplementedError
 
+    def real_after_capture(self, tensor: TracedTensor) -> torch.Tensor:
+        """The real tensor behind one that outlived its capture."""
+        raise CaptureError(f"{self.origin()}: a tensor of another capture is used here")
+
     def read_scalar(self, tensor: TracedTensor) -> Any:
         """The number in a tensor that the code branches on."""
         raise NotImplementedError
@@ -108,9 +112,7 @@ class Recorder(TorchDispatchMode):
     def traced(self, tensor: torch.Tensor) -> TracedTensor:
         """`tensor` itself if it is traced, else its lifted twin."""
         if isinstance(tensor, TracedTensor):
-            if tensor.recorder is not self:
-                raise CaptureError(f"{self.origin()}: a tensor of another capture is used here")
-            return tensor
+            return tensor if tensor.recorder is self else self.lift(tensor.recorder.real_after_capture(tensor))
         return self.lift(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -295,8 +297,10 @@ class Recorder(TorchDispatchMode):
     def release(self) -> None:
         """Let go of the traced tensors: their histories lead through C++, where the garbage collector cannot follow."""
         for tensor in {id(item): item for value in self.tensors for item in self.holders(value)}.values():
+            value = tensor.alias.value
             tensor.alias.storage.tensors.clear()
             vars(tensor).clear()
+            tensor.recorder, tensor.value_at_end = self, value
         self.tensors.clear()
         self.second_tensors.clear()
 

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from undertow.ir import Input, InputKind, Node, Plan, Program, TensorType, Value, operation_name
-from undertow.ops.lifetimes import Lifetimes, find_lifetimes, make_plan, shared_argument
+from undertow.ops.lifetimes import Lifetimes, find_lifetimes, shared_argument
 from undertow.ops.opaque import CustomFunction, ThroughAutograd
 from undertow.ops.own import is_view
+from undertow.ops.work import Work, total_work
 from undertow.report.optimizer_state import OptimizerState
-from undertow.report.work import Work, total_work
 
 
 @dataclass(frozen=True)
@@ -193,17 +193,18 @@ class Inspection:
         return print_inspection(self)
 
 
-def inspect_programs(
-    step: Program,
-    forward: Program,
+def inspect_plans(
+    step_plan: Plan,
+    forward_plan: Plan,
     kinds: dict[str, str],
     unused: Sequence[Input],
     optimizer: OptimizerState | None,
 ) -> Inspection:
-    """`step` is the training step, `forward` the forward pass alone, `kinds` the class of every module by its path.
+    """The plans of a training step and of its forward pass alone; `kinds` is the class of every module by its path.
 
     `unused` are parameters and buffers that no operation reads: they are no inputs of the Programs, yet take memory.
     """
+    step = step_plan.program
     lifetimes = find_lifetimes(step)
     makers = {value: node for node in step.nodes for value in node.kept_outputs}
     kept = _find_kept(step, lifetimes, makers)
@@ -212,8 +213,8 @@ def inspect_programs(
     optimizer_bytes = optimizer.num_bytes or 0 if optimizer is not None else 0
     return Inspection(
         layers=tuple(_make_layers(step, kept, makers, kinds, unused)),
-        inference=_memory_at_peak(make_plan(forward), unused, optimizer_bytes=0),
-        training=_memory_at_peak(make_plan(step), unused, optimizer_bytes) if step.backward_nodes else None,
+        inference=_memory_at_peak(forward_plan, unused, optimizer_bytes=0),
+        training=_memory_at_peak(step_plan, unused, optimizer_bytes) if step.backward_nodes else None,
         gradient_bytes=_bytes_of_kind(step, InputKind.PARAMETER, differentiated),
         reread_parameter_bytes=_bytes_of_kind(step, InputKind.PARAMETER, reread),
         reread_batch_bytes=_bytes_of_kind(step, InputKind.ARGUMENT, reread),

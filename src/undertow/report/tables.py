@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from undertow.ir import format_bytes
+from undertow.ops.work import Work
 from undertow.report.inspection import Inspection, Layer, Memory, Site
-from undertow.report.work import Work
 
 MAX_COLUMNS = 100
 BAR_COLUMNS = 10

@@ -15,12 +15,14 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
 from undertow.ir import Plan, Program
-from undertow.ir.structure import ATOMS, fill_slots, structure_key, tensors_in
+from undertow.ir.structure import ATOMS, Same, fill_slots, structure_key, tensors_in
 from undertow.ops.modes import autocast_state
 from undertow.ops.own import GuardMiss
+from undertow.ops.traced_tensor import TracedTensor
 from undertow.runtime.step import Pattern, Run, Step, attach_backward
 
 MAX_OUTCOMES = 64  # ways through a model's branches on tensor values
@@ -31,17 +33,11 @@ MAX_NEW_STATES = 8  # captures in a row that each leave the model in a Python st
 class Variant:
     """One captured way through the model, ready to run with and without gradients."""
 
-    def __init__(self, captured: Any, differentiate: Callable[[Program, Pattern], Program]) -> None:
+    def __init__(self, captured: Any, make_plan: Callable[[Program, Pattern], Plan]) -> None:
         self.captured = captured
-        self._differentiate = differentiate
-        program = captured.program
-        inputs = {item.value for item in program.inputs}
-        self.differentiable = [
-            index
-            for index, value in enumerate(program.outputs)
-            if value in program.differentiable and value not in inputs
-        ]
-        self.pattern: Pattern = self._guess_pattern()
+        self._make_plan = make_plan
+        self.differentiable = differentiable_outputs(captured.program)
+        self.pattern = guess_pattern(captured)
         self._steps: dict[Pattern, Step] = {}
 
     def step(self) -> Step:
@@ -51,20 +47,30 @@ class Variant:
     def step_for(self, pattern: Pattern) -> Step:
         """The step whose gradients come from the outputs marked in `pattern`."""
         if pattern not in self._steps:
-            self._steps[pattern] = Step(self._differentiate(self.captured.program, pattern), pattern)
+            self._steps[pattern] = Step(self._make_plan(self.captured.program, pattern), pattern)
         return self._steps[pattern]
 
     def remember(self, pattern: Pattern) -> None:
         """Expect the same gradients next time."""
         self.pattern = pattern
 
-    def _guess_pattern(self) -> Pattern:
-        """The model's own loss where it returns one, else every output that carries a gradient."""
-        skeleton = self.captured.skeleton
-        loss = skeleton.get("loss") if isinstance(skeleton, dict) else getattr(skeleton, "loss", None)
-        if loss is not None and getattr(loss, "index", None) in self.differentiable:
-            return tuple(index == loss.index for index in self.differentiable)
-        return (True,) * len(self.differentiable)
+
+def differentiable_outputs(program: Program) -> list[int]:
+    """The places of outputs that carry a gradient; an input that is returned carries its own."""
+    inputs = {item.value for item in program.inputs}
+    return [
+        place for place, value in enumerate(program.outputs) if value in program.differentiable and value not in inputs
+    ]
+
+
+def guess_pattern(captured: Any) -> Pattern:
+    """The outputs from which gradients will come: the model's own loss where it returns one, else all that can."""
+    places = differentiable_outputs(captured.program)
+    skeleton = captured.skeleton
+    loss = skeleton.get("loss") if isinstance(skeleton, dict) else getattr(skeleton, "loss", None)
+    if loss is not None and getattr(loss, "index", None) in places:
+        return tuple(place == loss.index for place in places)
+    return (True,) * len(places)
 
 
 class Runner:
@@ -75,17 +81,18 @@ class Runner:
         model: torch.nn.Module,
         forward: Callable[..., Any],
         capture: Callable[..., Any],
-        differentiate: Callable[[Program, Pattern], Program],
+        make_plan: Callable[[Program, Pattern], Plan],
         place_of: Callable[[BaseException], str],
     ) -> None:
         self.model = model
         self.forward = forward
         self._capture = capture
-        self._differentiate = differentiate
+        self._make_plan = make_plan
         self._place_of = place_of
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
         self._last: Variant | None = None
         self._num_new_states = 0
+        self._assigned: set[tuple[int, str]] = set()  # attributes that forward itself assigns, by their owner's id
         self._modules = dict(model.named_modules())
         self._children = _children(self._modules)
 
@@ -97,12 +104,15 @@ class Runner:
 
     def variant_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The variant that was last used for such a call; captured now if there is none."""
-        variants = self._lookup(args, kwargs)
+        variants = self._lookup(args, kwargs, [tensor for _, tensor in tensors_in((args, kwargs))])
         return variants[-1] if variants else self._add(variants, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        variants = self._lookup(args, kwargs)
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        if any(isinstance(tensor, TracedTensor) for tensor in tensors):
+            return self.forward(*args, **kwargs)  # a model around this one is being captured
+        _refuse_tangents(tensors)
+        variants = self._lookup(args, kwargs, tensors)
         seen: tuple[Any, ...] = ()  # what this step's guards found so far
         while True:
             fitting = [variant for variant in variants if variant.captured.outcomes[: len(seen)] == seen]
@@ -129,8 +139,8 @@ class Runner:
             self._last = variant
             return result
 
-    def _lookup(self, args: Any, kwargs: Any) -> list[Variant]:
-        key = (structure_key(args), structure_key(kwargs), _sharing(args, kwargs), self._state_key())
+    def _lookup(self, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> list[Variant]:
+        key = (structure_key(args), structure_key(kwargs), _sharing(tensors), self._state_key())
         variants = self._variants.setdefault(key, [])
         self._variants.move_to_end(key)
         if len(self._variants) > MAX_CAPTURES:
@@ -139,7 +149,9 @@ class Runner:
 
     def _add(self, variants: list[Variant], args: Any, kwargs: Any) -> Variant:
         try:
-            captured = self._capture(self.forward, args, kwargs, self.model)
+            # Hooks on saved tensors, such as those of torch.utils.checkpoint, are for what runs, not for recording it.
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                captured = self._capture(self.forward, args, kwargs, self.model)
         except UndertowError:
             raise
         except Exception as error:
@@ -157,7 +169,8 @@ class Runner:
                 f"or leave this part of the model unplanned"
             )
         self._refuse_ever_new_states(captured)
-        self._last = Variant(captured, self._differentiate)
+        self._assigned.update((id(item.owner), item.name) for item in captured.assignments)
+        self._last = Variant(captured, self._make_plan)
         variants.append(self._last)
         return self._last
 
@@ -219,6 +232,10 @@ class Runner:
             assignment.owner[assignment.name] = fill_slots(assignment.skeleton, outputs)
         return fill_slots(variant.captured.skeleton, outputs)
 
+    def _attributes(self) -> Any:
+        seen: set[int] = set()
+        return tuple(_module_key(module, self._assigned, seen) for module in self._modules.values())
+
     def _state_key(self) -> Any:
         """Everything outside the arguments that decides which operations run."""
         children = _children(self._modules)
@@ -227,7 +244,7 @@ class Runner:
             self._children = children = _children(self._modules)
         return (
             children,
-            tuple(map(_module_key, self._modules.values())),
+            self._attributes(),
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             autocast_state(),
@@ -243,25 +260,67 @@ def _children(modules: dict[str, torch.nn.Module]) -> Any:
     return tuple(tuple(module._modules.values()) for module in modules.values())
 
 
-def _module_key(module: torch.nn.Module) -> Any:
-    """A module's mode, its Python attributes, its hooks, and the types of its tensors."""
-    plain = tuple((name, item) for name, item in module.__dict__.items() if type(item) in ATOMS_SET)
-    tensors = tuple(
-        None if tensor is None else (tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)
-        for group in (module._parameters, module._buffers, module.__dict__)
-        for tensor in group.values()
-        if tensor is None or isinstance(tensor, torch.Tensor)
+_INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
+_MAX_CONTAINER = 64  # longer ones are taken as they were
+
+
+def _module_key(module: torch.nn.Module, assigned: set[tuple[int, str]], seen: set[int]) -> Any:
+    """A module's mode, its Python attributes, its hooks, and the types of its tensors. `seen` are objects done with."""
+    attributes = tuple(
+        (name, _attribute_key(item, (id(module.__dict__), name) in assigned, seen))
+        for name, item in module.__dict__.items()
+        if name not in _INTERNAL
     )
-    return plain, tensors, tuple(module._forward_pre_hooks.values()), tuple(module._forward_hooks.values())
+    tensors = tuple(
+        None if tensor is None else _tensor_key(tensor)
+        for group in (module._parameters, module._buffers)
+        for tensor in group.values()
+    )
+    return attributes, tensors, tuple(module._forward_pre_hooks.values()), tuple(module._forward_hooks.values())
+
+
+def _tensor_key(tensor: torch.Tensor) -> Any:
+    return tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device
+
+
+def _attribute_key(item: Any, is_assigned: bool, seen: set[int]) -> Any:
+    """Numbers and texts by value, tensors by type, containers and settings by what they hold, others by identity."""
+    if type(item) in ATOMS_SET:
+        return item
+    if isinstance(item, torch.Tensor):
+        return _tensor_key(item)
+    if is_assigned:
+        return structure_key(item)
+    if type(item) in (tuple, list, set) and len(item) <= _MAX_CONTAINER:
+        return tuple(part if type(part) in ATOMS_SET else Same(part) for part in item)
+    if type(item) is dict and len(item) <= _MAX_CONTAINER:
+        return tuple((name, part if type(part) in ATOMS_SET else Same(part)) for name, part in item.items())
+    if id(item) in seen or callable(item) or not hasattr(item, "__dict__"):
+        return Same(item)
+    seen.add(id(item))
+    settings = tuple((name, part) for name, part in vars(item).items() if type(part) in ATOMS_SET)
+    return Same(item), settings
 
 
 ATOMS_SET = frozenset(ATOMS)
 
 
-def _sharing(args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Which arguments are the same tensor."""
-    ids = [id(tensor) for _, tensor in tensors_in((args, kwargs))]
-    return tuple(ids.index(item) for item in ids)
+def _refuse_tangents(tensors: list[torch.Tensor]) -> None:
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(item).tangent is not None for item in tensors):
+        raise UndertowError(
+            "forward-mode differentiation through a planned module is not supported; call the module itself"
+        )
+
+
+def _sharing(tensors: list[torch.Tensor]) -> Any:
+    """Which arguments are the same tensor, and which lie in the same memory."""
+    ids = [id(tensor) for tensor in tensors]
+    if len(ids) < 2:
+        return ()
+    storages = [
+        id(tensor) if tensor.layout is not torch.strided else tensor.untyped_storage()._cdata for tensor in tensors
+    ]
+    return tuple(map(ids.index, ids)), tuple(map(storages.index, storages))
 
 
 def make_planned(model: torch.nn.Module, make_runner: Callable[[torch.nn.Module, Callable[..., Any]], Runner]) -> Any:
@@ -290,6 +349,10 @@ def make_planned(model: torch.nn.Module, make_runner: Callable[[torch.nn.Module,
         "undertow_runner": runner,
         "plan": property(lambda self: runner.plan),
     }
-    planned: Any = object.__new__(type(kind.__name__, (kind,), namespace))
+    # The base is set afterwards: making a subclass would call the model's own __init_subclass__, which may register it.
+    metaclass: Any = type(kind)
+    planned_kind = metaclass(kind.__name__, (torch.nn.Module,), namespace)
+    planned_kind.__bases__ = (kind,)
+    planned: Any = object.__new__(planned_kind)
     planned.__dict__ = model.__dict__
     return planned

@@ -12,15 +12,15 @@ generator states.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from undertow.errors import UndertowError
-from undertow.ir import Program, Value
+from undertow.ir import Plan, Value
 from undertow.ops.interpret import generators_of
-from undertow.ops.lifetimes import find_lifetimes, make_plan
+from undertow.ops.lifetimes import find_lifetimes
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import GUARDS, Mutating
 from undertow.runtime.code import Segment, StepCode, compile_program
@@ -31,8 +31,9 @@ Pattern = tuple[bool, ...]
 class Step:
     """A Program ready to run, for a fixed set of outputs from which gradients come."""
 
-    def __init__(self, program: Program, pattern: Pattern) -> None:
-        self.program = program
+    def __init__(self, plan: Plan, pattern: Pattern) -> None:
+        self.plan = plan
+        self.program = program = plan.program
         self.pattern = pattern
         self.code: StepCode = compile_program(program)
         self.generators = generators_of(program.forward_nodes)
@@ -40,7 +41,6 @@ class Step:
         self.input_index = {item.value: position for position, item in enumerate(program.inputs)}
         self.update_inputs = [self.input_index[update.input] for update in program.updates]
         self.replayed_updates = self._find_replayed_updates()
-        self.plan = make_plan(program)
         roots = find_lifetimes(program).root
         exposed = {roots[value] for value in program.outputs}
         # Slots whose memory the user can reach through an output, and could overwrite before the backward pass.
@@ -82,6 +82,7 @@ class Run:
     exposed: list[tuple[torch.Tensor, int]]
     states: list[torch.Tensor]
     remember: Callable[[Pattern], None]
+    done: list[Pattern] = field(default_factory=list)  # of backward passes so far
     finished: dict[Value, Any] | None = None  # gradients computed ahead, when the pattern was not the expected one
 
     def start_backward(self, cts: Sequence[Any]) -> None:
@@ -93,10 +94,12 @@ class Run:
                     "an output of the planned module was changed before backward(); clone it first"
                 )
         pattern = tuple(ct is not None for ct in cts)
+        self.done.append(pattern)
         step = self.step
         if pattern != step.pattern:
             self.remember(pattern)
             step = self.step_for(pattern)
+        self._hide_hooks(step)
         slots = self.slots if step is self.step and self.slots is not None else self._replay(step)
         slots[: step.code.num_cotangents] = [ct for ct in cts if ct is not None]
         self.slots, self.finished = slots, None
@@ -104,6 +107,32 @@ class Run:
             self.slots, self.finished = None, {}
             for segment in step.code.segments:
                 self.finished.update(self._run(segment, slots))
+
+    def _hide_hooks(self, step: Step) -> None:
+        """Keep hooks of leaves that this backward pass does not reach from being called with None."""
+        hidden = []
+        for gradient in step.program.gradients:
+            leaf = self.inputs[self.step.input_index[gradient.input]]
+            if gradient.value is None and leaf._backward_hooks:
+                hidden.append((leaf, leaf._backward_hooks))
+                leaf._backward_hooks = None
+
+        def restore() -> None:
+            for leaf, hooks in hidden:
+                leaf._backward_hooks = hooks
+
+        if hidden:
+            torch.autograd.Variable._execution_engine.queue_callback(restore)
+
+    def is_untouched(self, cts: Sequence[Any]) -> bool:
+        """Whether no backward pass so far went where this one goes: eager then differentiates without retain_graph."""
+        wanted = self._kept_for(tuple(ct is not None for ct in cts))
+        return all(wanted.isdisjoint(self._kept_for(pattern)) for pattern in self.done)
+
+    def _kept_for(self, pattern: Pattern) -> set[Value]:
+        program = self.step_for(pattern).program
+        made = {value for node in program.forward_nodes for value in node.outputs}
+        return {value for node in program.backward_nodes for value in node.inputs if value in made}
 
     def gradients_of_segment(self, index: int) -> dict[Value, Any]:
         """The gradients that segment `index` of the expected step completes, by input."""
@@ -155,7 +184,11 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
-        ctx.saved_tensors  # noqa: B018  raises eager's own error when the graph was freed
+        try:
+            ctx.saved_tensors  # noqa: B018  raises eager's own error when the graph was freed
+        except RuntimeError:
+            if not ctx.run.is_untouched(cts):
+                raise
         if torch.is_grad_enabled():
             raise UndertowError(
                 "create_graph=True through a planned module is not supported; use ut.hvp or ut.hessian, "

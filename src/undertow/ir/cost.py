@@ -1,0 +1,35 @@
+"""What running an operation once costs on a device, and the key under which equal calls share that cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from undertow.ir.program import Node, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """`workspace_bytes` are held only while the operation runs, beyond its arguments and outputs."""
+
+    duration_ns: int
+    workspace_bytes: int
+
+
+def signature(node: Node) -> str:
+    """Operation, types of its tensors, and its other arguments: calls that agree in it cost the same."""
+    parts = [_describe(argument) for argument in node.args]
+    parts += [f"{name}={_describe(argument)}" for name, argument in sorted(node.kwargs.items())]
+    # An output nobody reads is freed at once, which the operation's workspace includes.
+    missing = "".join("-" if value is None else "+" for value in node.outputs)
+    return f"{node.name}({', '.join(parts)}){missing if '-' in missing else ''}"
+
+
+def _describe(argument: Any) -> str:
+    if isinstance(argument, Value):
+        return str(argument.type)
+    if isinstance(argument, tuple | list):
+        return f"[{', '.join(map(_describe, argument))}]"
+    if isinstance(argument, bool | int | float | str | None):
+        return repr(argument)
+    return type(argument).__name__ if "at 0x" in str(argument) else str(argument)

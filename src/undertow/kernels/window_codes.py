@@ -1,0 +1,59 @@
+"""The winner of a pooling window in one byte, instead of PyTorch's eight: its place inside the window.
+
+PyTorch's index counts the winner's place in the whole plane. Window, stride, padding and dilation give it back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import torch
+
+Pair = tuple[int, int]
+
+
+@numba.njit(parallel=True, cache=True)
+def _encode(indices: Any, codes: Any, width: int, kernel_width: int, stride: Any, padding: Any, dilation: Any) -> None:
+    planes, out_height, out_width = indices.shape
+    for plane in numba.prange(planes):
+        for row in range(out_height):
+            for column in range(out_width):
+                index = indices[plane, row, column]
+                down = (index // width - row * stride[0] + padding[0]) // dilation[0]
+                right = (index % width - column * stride[1] + padding[1]) // dilation[1]
+                codes[plane, row, column] = down * kernel_width + right
+
+
+@numba.njit(parallel=True, cache=True)
+def _decode(codes: Any, indices: Any, width: int, kernel_width: int, stride: Any, padding: Any, dilation: Any) -> None:
+    planes, out_height, out_width = indices.shape
+    for plane in numba.prange(planes):
+        for row in range(out_height):
+            for column in range(out_width):
+                code = codes[plane, row, column]
+                down = row * stride[0] - padding[0] + (code // kernel_width) * dilation[0]
+                right = column * stride[1] - padding[1] + (code % kernel_width) * dilation[1]
+                indices[plane, row, column] = down * width + right
+
+
+def encode_windows(
+    indices: torch.Tensor, width: int, kernel_width: int, stride: Pair, padding: Pair, dilation: Pair
+) -> torch.Tensor:
+    """One byte per window; `width` is that of the plane that was pooled."""
+    codes = torch.empty(indices.shape, dtype=torch.uint8)
+    _encode(_planes(indices), _planes(codes), width, kernel_width, stride, padding, dilation)
+    return codes
+
+
+def decode_windows(
+    codes: torch.Tensor, width: int, kernel_width: int, stride: Pair, padding: Pair, dilation: Pair
+) -> torch.Tensor:
+    """PyTorch's indices from the codes."""
+    indices = torch.empty(codes.shape, dtype=torch.int64)
+    _decode(_planes(codes), _planes(indices), width, kernel_width, stride, padding, dilation)
+    return indices
+
+
+def _planes(tensor: torch.Tensor) -> Any:
+    return tensor.view(-1, *tensor.shape[-2:]).numpy()

@@ -1,0 +1,171 @@
+"""Other ways to the same bits, for the planner to choose from.
+
+In: a derived Program. Out: Alternatives, each one node that may run beside or instead of a node of the Program:
+a second run of a random operation under the recorded state, a smaller code of a value, the value decoded again, or an
+operation that reads the code instead of the value.
+
+What is possible for an operation is said in its family's file by `register_code` (an operation that can read a code of
+its argument), `register_codec` (an output that can be encoded and decoded) and `register_second_run`. Boolean values
+need no record: any mask can be held at one bit per element. Only dense CPU tensors have codes so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from undertow.ir import Node, Program, TensorType, Value
+from undertow.ir.types import contiguous_strides
+from undertow.kernels.bits import num_packed_bytes, pack_mask, unpack_mask
+from undertow.ops.lifetimes import is_dense, shared_argument
+from undertow.ops.own import GENERATOR_STATE_BYTES, OwnOperation, Replayed, is_random
+from undertow.ops.registry import bind_arguments
+
+
+class Role(Enum):
+    """What an alternative is good for."""
+
+    SECOND_RUN = "second run"
+    ENCODE = "encode"
+    DECODE = "decode"
+    READ = "read code"
+
+
+@dataclass(frozen=True, eq=False)
+class Alternative:
+    """`node` runs in place of, or besides, the Program's node at `position`.
+
+    Its arguments and outputs are the Program's values, except `code` and `state`, which are its own.
+    """
+
+    role: Role
+    position: int
+    node: Node
+    code: Value | None = None
+    state: Value | None = None
+
+
+@dataclass(frozen=True)
+class Code:
+    """`reader` needs of its argument `argument` only a code: `read` takes that instead and makes the same output."""
+
+    argument: str
+    code_type: Callable[[TensorType], TensorType]
+    encode: OwnOperation
+    read: Callable[[dict[str, Any], Value], tuple[OwnOperation, tuple[Any, ...]] | None]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """An output in fewer bytes: `encode(value)` and `decode(code)` as (operation, further arguments)."""
+
+    code_type: TensorType
+    encode: tuple[OwnOperation, tuple[Any, ...]]
+    decode: tuple[OwnOperation, tuple[Any, ...]]
+
+
+_CODES: dict[Any, Code] = {}
+_CODECS: dict[Any, dict[int, Callable[[dict[str, Any], TensorType], Codec | None]]] = {}
+_SECOND_RUNS: dict[Any, Callable[[Node], Node]] = {}
+
+
+def register_code(reader: Any, code: Code) -> None:
+    """`reader` can work from a code of one of its arguments."""
+    _CODES[reader] = code
+
+
+def register_codec(maker: Any, output: int, codec: Callable[[dict[str, Any], TensorType], Codec | None]) -> None:
+    """Output number `output` of `maker` has a code; `codec` sees the call's arguments and the output's type."""
+    _CODECS.setdefault(maker, {})[output] = codec
+
+
+def register_second_run(target: Any, second_run: Callable[[Node], Node]) -> None:
+    """`target`, run again within a step, is to run as another node."""
+    _SECOND_RUNS[target] = second_run
+
+
+def find_alternatives(program: Program) -> list[Alternative]:
+    """Every alternative for the nodes of `program`, in their order."""
+    found: list[Alternative] = []
+    for position, node in enumerate(program.nodes):
+        if shared_argument(node.target, node.inputs) is not None:
+            continue
+        if position < program.num_forward_nodes:
+            found += _second_runs(position, node)
+            found += _codecs(position, node)
+        elif node.target in _CODES:
+            found += _readings(position, node)
+    return found
+
+
+def _second_runs(position: int, node: Node) -> Iterator[Alternative]:
+    if is_random(node.target):
+        device = next(value.tensor_type.device for value in (*node.outputs, *node.inputs) if value is not None)
+        state = Value(f"state_{position}", _bytes_type(GENERATOR_STATE_BYTES))
+        target = Replayed(node.target, device)
+        yield Alternative(
+            Role.SECOND_RUN, position, replace(node, target=target, args=(state, *node.args)), state=state
+        )
+    second_run = _SECOND_RUNS.get(node.target)
+    if second_run is not None:
+        yield Alternative(Role.SECOND_RUN, position, second_run(node))
+
+
+def packed_type(kind: TensorType) -> TensorType:
+    """The type of one bit per element of a tensor."""
+    return _bytes_type(num_packed_bytes(kind.num_elements))
+
+
+def _bytes_type(num_bytes: int) -> TensorType:
+    return TensorType(torch.uint8, (num_bytes,), (1,), torch.device("cpu"))
+
+
+PACK_MASK = OwnOperation("pack_mask", pack_mask)
+UNPACK_MASK = OwnOperation("unpack_mask", unpack_mask)
+
+
+def _codecs(position: int, node: Node) -> Iterator[Alternative]:
+    target: Any = node.target
+    codecs = _CODECS.get(target, {})
+    for index, value in enumerate(node.outputs):
+        if value is None or not isinstance(value.type, TensorType) or value.type.device.type != "cpu":
+            continue
+        kind = value.type
+        codec = codecs[index](bind_arguments(target, node.args, node.kwargs), kind) if index in codecs else None
+        if codec is None and kind.dtype is torch.bool and is_dense(value):
+            codec = Codec(packed_type(kind), (PACK_MASK, ()), (UNPACK_MASK, (kind.shape, kind.strides)))
+        if codec is None or codec.code_type.num_bytes >= kind.num_bytes:
+            continue
+        code = Value(f"{value.name}_code", codec.code_type)
+        origin = replace(node.origin, derived_from=value.name)
+        encode, encode_args = codec.encode
+        decode, decode_args = codec.decode
+        yield Alternative(Role.ENCODE, position, Node(encode, (value, *encode_args), {}, (code,), origin), code=code)
+        yield Alternative(Role.DECODE, position, Node(decode, (code, *decode_args), {}, (value,), origin), code=code)
+
+
+def _readings(position: int, node: Node) -> Iterator[Alternative]:
+    reader: Any = node.target
+    record = _CODES[reader]
+    bound = bind_arguments(reader, node.args, node.kwargs)
+    value = bound[record.argument]
+    kind = value.tensor_type
+    if kind.device.type != "cpu" or not is_dense(value) or kind.dtype not in (torch.float32, torch.float64):
+        return
+    code = Value(f"{value.name}_code_{position}", record.code_type(kind))
+    reading = record.read(bound, code)
+    if reading is None:
+        return
+    target, args = reading
+    origin = replace(node.origin, derived_from=value.name)
+    yield Alternative(Role.ENCODE, position, Node(record.encode, (value,), {}, (code,), origin), code=code)
+    yield Alternative(Role.READ, position, replace(node, target=target, args=args, kwargs={}), code=code)
+
+
+def is_contiguous(kind: TensorType) -> bool:
+    """Whether a tensor of this type lies row by row without gaps."""
+    return kind.strides == contiguous_strides(kind.shape)

@@ -1,0 +1,89 @@
+"""A Program with its memory and its times, moment by moment: the Plan of what runs.
+
+In: a Program, what its operations cost, and what the step holds besides. Out: a Plan. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from undertow.ir import Plan, Program, Tables, Value
+from undertow.ir.cost import Cost
+from undertow.ir.program import Node
+from undertow.ops.lifetimes import FOREVER, Lifetimes, find_lifetimes, kept_values
+from undertow.ops.opaque import ThroughAutograd
+from undertow.ops.placement import place
+from undertow.ops.reuse import reuse_dead_inputs
+
+NO_COST = Cost(0, 0)
+
+
+def make_plan(
+    program: Program,
+    *,
+    base: Program | None = None,
+    bases: Sequence[int] | None = None,
+    repeats: Mapping[Value, Value] | None = None,
+    cost_of: Callable[[Node], Cost] | None = None,
+    held: Mapping[str, int] | None = None,
+    **about: Any,
+) -> Plan:
+    """The Plan of a Program as it stands; dead inputs are written over where that changes no bit.
+
+    `held` are the bytes that are there throughout, the Program's inputs among them (the default counts just those).
+    """
+    costs = [cost_of(node) if cost_of is not None else NO_COST for node in program.nodes]
+    program, base = reuse_dead_inputs(program), base or program
+    lifetimes = find_lifetimes(program)
+    tables = _make_tables(program, lifetimes, costs)
+    held = dict(held) if held is not None else {"inputs": sum(item.value.type.num_bytes for item in program.inputs)}
+    return Plan(
+        program=program,
+        base=base,
+        bases=tuple(bases) if bases is not None else tuple(range(len(program.nodes))),
+        repeats=dict(repeats or {}),
+        tables=tables,
+        kept=kept_values(program, lifetimes),
+        without_rule=tuple(node for node in program.backward_nodes if isinstance(node.target, ThroughAutograd)),
+        held=held,
+        live_bytes=tuple(_live_bytes(tables, program, lifetimes, sum(held.values()))),
+        **about,
+    )
+
+
+def _make_tables(program: Program, lifetimes: Lifetimes, costs: Sequence[Cost]) -> Tables:
+    numbers = {root: index for index, root in enumerate(lifetimes.born)}
+    frees: list[list[int]] = [[] for _ in program.nodes]
+    for root, index in numbers.items():
+        if lifetimes.last_use[root] < len(program.nodes):
+            frees[lifetimes.last_use[root]].append(index)
+    # An operation that writes over its argument needs no memory of its own, and what it computes with is its output.
+    inputs = {item.value for item in program.inputs}
+    stretches = [
+        None if root in inputs else (lifetimes.born[root], min(lifetimes.last_use[root], len(program.nodes)))
+        for root in numbers
+    ]
+    sizes = tuple(root.type.num_bytes for root in numbers)
+    return Tables(
+        storage={value: numbers[root] for value, root in lifetimes.root.items()},
+        storage_bytes=sizes,
+        offsets=place(sizes, stretches),
+        frees=tuple(map(tuple, frees)),
+        workspace_bytes=tuple(cost.workspace_bytes for cost in costs),
+        duration_ns=tuple(cost.duration_ns for cost in costs),
+    )
+
+
+def _live_bytes(tables: Tables, program: Program, lifetimes: Lifetimes, held_bytes: int) -> list[int]:
+    change = [0] * (len(program.nodes) + 1)
+    for root, born in lifetimes.born.items():
+        if born >= 0:
+            change[born] += root.type.num_bytes
+            if lifetimes.last_use[root] < FOREVER:
+                change[lifetimes.last_use[root] + 1] -= root.type.num_bytes
+    totals, alive = [], held_bytes
+    for delta, workspace in zip(change, tables.workspace_bytes, strict=False):
+        alive += delta
+        totals.append(alive + workspace)
+    return totals

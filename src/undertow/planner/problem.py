@@ -1,0 +1,186 @@
+"""A Program as a planning problem: storages instead of values, kinds of runs instead of nodes.
+
+In: a derived Program, other ways to compute some of its values, and what every run costs. Out: an Instance for the
+search, and for each of its kinds the node that it stands for, so that a schedule can be turned into a Program again.
+
+Views are folded into the storage they lie in: they cost nothing, and a schedule makes them anew where they are read.
+Inputs are always there and count in `fixed_bytes`; an input that the step overwrites is a value of no size that the
+overwriting kind destroys, so that nothing is computed again from it afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch._ops import OpOverload
+
+from undertow.ir import Node, Program, Value
+from undertow.ir.cost import Cost
+from undertow.ops.alternatives import Alternative, Role
+from undertow.ops.lifetimes import find_lifetimes, is_dense, shared_argument
+from undertow.ops.own import GENERATOR_STATE_BYTES, Mutating, OwnOperation, has_effect, is_random, overwrites
+from undertow.ops.reuse import inplace_target
+from undertow.planner.instance import Instance, make_instance
+
+BOUNDARY = -1  # between the passes: the user's code takes the outputs and brings the cotangents
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a run does: `node` of the Program, or an alternative to it; the boundary has neither."""
+
+    node: int
+    alternative: Alternative | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The Instance and what its numbers stand for."""
+
+    program: Program
+    instance: Instance
+    kinds: tuple[Kind, ...]
+    storages: tuple[str, ...]
+
+
+def make_problem(
+    program: Program, alternatives: Sequence[Alternative], cost_of: Callable[[Node], Cost], fixed_bytes: int
+) -> Problem:
+    """The planning problem of `program`; `fixed_bytes` is what the step holds beside the Program's values."""
+    return _Builder(program, cost_of).build(alternatives, fixed_bytes)
+
+
+class _Builder:
+    def __init__(self, program: Program, cost_of: Callable[[Node], Cost]) -> None:
+        self.program = program
+        self.cost_of = cost_of
+        self.lifetimes = find_lifetimes(program)
+        self.inputs = {item.value for item in program.inputs}
+        self.overwritten = _overwritten_inputs(program)
+        self.index: dict[Value | str, int] = {}
+        self.sizes: list[int] = []
+        self.kinds: list[Kind] = []
+        self.rows: list[tuple[list[int], list[int], list[int], Cost, bool, tuple[int, int]]] = []
+
+    def build(self, alternatives: Sequence[Alternative], fixed_bytes: int) -> Problem:
+        initial = [self._value(value, 0) for value in self.overwritten]
+        order: list[int] = []
+        last_effect: int | None = None
+        for position, node in enumerate(self.program.nodes):
+            if position == self.program.num_forward_nodes and self.program.cotangents:
+                order.append(self._add_boundary(last_effect))
+            if shared_argument(node.target, node.inputs) is not None:
+                continue
+            token = self._value(f"effect {position}", 0) if has_effect(node.target) else None
+            order.append(self._add_node(position, node, token, last_effect))
+            last_effect = token if token is not None else last_effect
+        for alternative in alternatives:
+            self._add_alternative(alternative)
+        ends = [*self.program.outputs, *(update.value for update in self.program.updates)]
+        ends += [gradient.value for gradient in self.program.gradients if gradient.value is not None]
+        targets = {self._storage(value) for value in ends} - {None}
+        if last_effect is not None:
+            targets.add(last_effect)
+        reads, writes, destroys, costs, repeats, reuse = zip(*self.rows, strict=True)
+        instance = make_instance(
+            self.sizes,
+            [cost.duration_ns for cost in costs],
+            reads,
+            writes,
+            workspace_bytes=[cost.workspace_bytes for cost in costs],
+            destroys=destroys,
+            can_repeat=repeats,
+            reuse=reuse,
+            order=order,
+            initial=initial,
+            targets=sorted(target for target in targets if target is not None),
+            fixed_bytes=fixed_bytes,
+        )
+        return Problem(self.program, instance, tuple(self.kinds), tuple(map(str, self.index)))
+
+    def _value(self, key: Value | str, num_bytes: int) -> int:
+        if key not in self.index:
+            self.index[key] = len(self.sizes)
+            self.sizes.append(num_bytes)
+        return self.index[key]
+
+    def _storage(self, value: Value) -> int | None:
+        """The number of the storage a value lies in; None for an input that nothing overwrites."""
+        root = self.lifetimes.root[value]
+        if root in self.inputs:
+            return self.index.get(root)
+        return self._value(root, root.type.num_bytes)
+
+    def _storages(self, values: Sequence[Value]) -> list[int]:
+        found = (self._storage(value) for value in values)
+        return list(dict.fromkeys(item for item in found if item is not None))
+
+    def _add_node(self, position: int, node: Node, token: int | None, last_effect: int | None) -> int:
+        reads, writes = self._storages(node.inputs), self._storages(node.kept_outputs)
+        if token is not None:
+            writes.append(token)
+            reads += [last_effect] if last_effect is not None else []
+        if is_random(node.target):
+            writes.append(self._value(f"state {position}", GENERATOR_STATE_BYTES))
+        destroys = [self.index[value] for value in overwrites(node) if value in self.index]
+        can_repeat = token is None and not destroys and isinstance(node.target, OpOverload | Mutating | OwnOperation)
+        row = (reads, writes, destroys, self.cost_of(node), can_repeat, self._reuse(node))
+        return self._add(Kind(position), row)
+
+    def _add_boundary(self, last_effect: int | None) -> int:
+        program = self.program
+        reads = self._storages([*program.outputs, *(update.value for update in program.updates)])
+        reads += [last_effect] if last_effect is not None and last_effect not in reads else []
+        destroys = [self.index[update.input] for update in program.updates]
+        reads += [item for item in destroys if item not in reads]
+        writes = self._storages([item.value for item in program.cotangents])
+        return self._add(Kind(BOUNDARY), (reads, writes, destroys, Cost(0, 0), False, (-1, -1)))
+
+    def _add_alternative(self, alternative: Alternative) -> None:
+        node = alternative.node
+        reads, writes = self._storages_of_alternative(alternative)
+        self._add(Kind(alternative.position, alternative), (reads, writes, [], self.cost_of(node), True, (-1, -1)))
+
+    def _storages_of_alternative(self, alternative: Alternative) -> tuple[list[int], list[int]]:
+        """Its node reads and writes values of the Program, codes, and a recorded generator state."""
+        reads, writes = [], []
+        for value in alternative.node.inputs:
+            if value is alternative.state:
+                reads.append(self._value(f"state {alternative.position}", GENERATOR_STATE_BYTES))
+            elif value is alternative.code:
+                reads.append(self._value(value, value.type.num_bytes))
+            else:
+                reads += self._storages([value])
+        for value in alternative.node.kept_outputs:
+            if value is alternative.code:
+                writes.append(self._value(value, value.type.num_bytes))
+            else:
+                writes += self._storages([value])
+        return list(dict.fromkeys(reads)), list(dict.fromkeys(writes))
+
+    def _reuse(self, node: Node) -> tuple[int, int]:
+        """The storages of argument and result of an operation that can write over its argument when that dies."""
+        if inplace_target(node) is None:
+            return (-1, -1)
+        root = self.lifetimes.root[node.args[0]]
+        if root not in self.lifetimes.owned or not is_dense(root):
+            return (-1, -1)
+        source, result = self._storage(node.args[0]), self._storage(node.kept_outputs[0])
+        return (-1, -1) if source is None or result is None else (source, result)
+
+    def _add(self, kind: Kind, row: tuple[list[int], list[int], list[int], Cost, bool, tuple[int, int]]) -> int:
+        self.kinds.append(kind)
+        self.rows.append(row)
+        return len(self.kinds) - 1
+
+
+def _overwritten_inputs(program: Program) -> list[Value]:
+    """Inputs that take another value before the step ends; where both passes are one function, updates come last."""
+    found = [value for node in program.nodes for value in overwrites(node)]
+    if program.cotangents:
+        found += [update.input for update in program.updates]
+    return list(dict.fromkeys(found))
+
+
+__all__ = ["BOUNDARY", "Kind", "Problem", "Role", "make_problem"]

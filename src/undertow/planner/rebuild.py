@@ -1,0 +1,133 @@
+"""A schedule as a Program again: second runs, codes and recorded generator states become nodes like any other.
+
+In: a Problem and a schedule of its kinds. Out: the Program that runs it, and for every new value the value of the
+original Program that it repeats. The first run of a node keeps the original values; a second run makes new ones, and
+whatever is read afterwards is read from those. Views are made where they are first read of each version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from undertow.ir import Node, Program, Value, map_values
+from undertow.ir.program import Gradient, Update
+from undertow.ops.interpret import generator_of
+from undertow.ops.lifetimes import shared_argument
+from undertow.ops.own import GENERATOR_STATE
+from undertow.planner.problem import BOUNDARY, Kind, Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Rebuilt:
+    """`repeats` maps each new value to the one it repeats; `bases` gives for each node the original's position.
+
+    A node without an original (an encoded value, a recorded state) has position -1.
+    """
+
+    program: Program
+    repeats: dict[Value, Value]
+    bases: tuple[int, ...]
+
+
+def rebuild(problem: Problem, schedule: Sequence[int]) -> Rebuilt:
+    """The Program that runs `schedule`."""
+    return _Rebuilder(problem).run([problem.kinds[index] for index in schedule])
+
+
+class _Rebuilder:
+    def __init__(self, problem: Problem) -> None:
+        self.base = problem.program
+        self.makers = {
+            value: (position, node)
+            for position, node in enumerate(self.base.nodes)
+            for value in node.kept_outputs
+            if shared_argument(node.target, node.inputs) is not None
+        }
+        self.current: dict[Value, Value] = {}
+        self.views: dict[int, tuple[tuple[Value, ...], tuple[Value | None, ...]]] = {}
+        self.num_versions: dict[Value, int] = {}
+        self.repeats: dict[Value, Value] = {}
+        self.nodes: list[Node] = []
+        self.bases: list[int] = []
+
+    def run(self, kinds: Sequence[Kind]) -> Rebuilt:
+        replayed = {
+            kind.node: kind.alternative.state
+            for kind in kinds
+            if kind.alternative is not None and kind.alternative.state is not None
+        }
+        outputs: tuple[Value, ...] = ()
+        updates: tuple[Update, ...] = ()
+        num_forward = 0
+        for kind in kinds:
+            if kind.node == BOUNDARY:
+                outputs, updates = self._outputs(), self._updates()
+                num_forward = len(self.nodes)
+            elif kind.alternative is not None:
+                self._emit(kind.alternative.node, kind.node)
+            else:
+                node = self.base.nodes[kind.node]
+                state = replayed.get(kind.node)
+                if state is not None:
+                    self._emit(Node(GENERATOR_STATE, (generator_of(node),), {}, (state,), node.origin), -1)
+                self._emit(node, kind.node)
+        gradients = tuple(
+            Gradient(item.input, None if item.value is None else self._resolve(item.value))
+            for item in self.base.gradients
+        )
+        if not self.base.cotangents:
+            outputs, updates, num_forward = self._outputs(), self._updates(), len(self.nodes)
+        program = replace(
+            self.base,
+            nodes=tuple(self.nodes),
+            outputs=outputs,
+            updates=updates,
+            gradients=gradients,
+            num_forward_nodes=num_forward,
+        )
+        return Rebuilt(program, self.repeats, tuple(self.bases))
+
+    def _outputs(self) -> tuple[Value, ...]:
+        return tuple(self._resolve(value) for value in self.base.outputs)
+
+    def _updates(self) -> tuple[Update, ...]:
+        return tuple(Update(item.input, self._resolve(item.value)) for item in self.base.updates)
+
+    def _resolve(self, value: Value) -> Value:
+        """The current version of a value; a view is made anew if what it is a view of was."""
+        if value not in self.makers:
+            return self.current.get(value, value)
+        position, node = self.makers[value]
+        inputs = tuple(self._resolve(item) for item in node.inputs)
+        known = self.views.get(position)
+        if known is None or known[0] != inputs:
+            outputs = self._append(node, position, inputs)
+            self.views[position] = known = (inputs, outputs)
+        found = known[1][node.outputs.index(value)]
+        assert found is not None
+        return found
+
+    def _emit(self, node: Node, position: int) -> None:
+        inputs = tuple(self._resolve(value) for value in node.inputs)
+        outputs = self._append(node, position, inputs)
+        for value, version in zip(node.outputs, outputs, strict=True):
+            if value is not None and version is not None:
+                self.current[value] = version
+
+    def _append(self, node: Node, position: int, inputs: tuple[Value, ...]) -> tuple[Value | None, ...]:
+        resolved = dict(zip(node.inputs, inputs, strict=True))
+        outputs = tuple(None if value is None else self._version(value) for value in node.outputs)
+        args = map_values(node.args, resolved.__getitem__)
+        kwargs = {name: map_values(item, resolved.__getitem__) for name, item in node.kwargs.items()}
+        self.nodes.append(replace(node, args=args, kwargs=kwargs, outputs=outputs))
+        self.bases.append(position)
+        return outputs
+
+    def _version(self, value: Value) -> Value:
+        count = self.num_versions[value] = self.num_versions.get(value, 0) + 1
+        if count == 1:
+            return value
+        version = Value(f"{value.name}_again{'' if count == 2 else count}", value.type)
+        self.repeats[version] = value
+        return version

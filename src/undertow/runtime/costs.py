@@ -1,0 +1,171 @@
+"""The time and the workspace of operations, measured one by one on the device where they will run.
+
+In: nodes. Out: a Cost per signature. Arguments are made up: random numbers of the right type, zeros for indices. What
+cannot be run alone (a custom Function's derivative reads a context; a guard raises) is left to the model of `ops.work`.
+
+Workspace is what a kernel allocates beyond its outputs: on the CPU from the profiler's memory events, all operations in
+one session, since starting the profiler costs more than most of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from undertow.ir import Node, OpaqueType, Value, map_values
+from undertow.ir.cost import Cost, signature
+from undertow.ops.modes import below_autograd
+from undertow.ops.own import GUARDS, is_view
+from undertow.ops.schema import flatten_outputs
+from undertow.ops.work import work_of
+
+# Repeat until this much time is spent on an operation. The least time counts: others are disturbed ones.
+MEASURE_NS = 20_000_000
+MIN_REPEATS = 2
+MAX_REPEATS = 20
+
+# Rates of the machine in DESIGN section 4 (2 cores, float32): for planning without measuring.
+MODEL_FLOPS_PER_NS = 100.0
+MODEL_BYTES_PER_NS = 8.0
+MODEL_CALL_NS = 3_000
+
+# Operations whose arguments lie beyond this are not run to measure them: see `limit_bytes`.
+Progress = Callable[[int, int], None]
+
+
+def model_cost(node: Node) -> Cost:
+    """The cost by arithmetic and memory traffic, without running anything."""
+    if is_view(node.target):
+        return Cost(0, 0)
+    work = work_of(node)
+    busy = max(work.flops / MODEL_FLOPS_PER_NS, work.moved_bytes / MODEL_BYTES_PER_NS)
+    return Cost(int(busy) + MODEL_CALL_NS, 0)
+
+
+def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], limit_bytes: int, progress: Progress) -> None:
+    """Add to `known` the cost of every node whose signature is not there yet.
+
+    An operation whose own tensors exceed `limit_bytes` is not run: its cost is the model's.
+    """
+    missing = {key: node for node in nodes if (key := signature(node)) not in known}
+    runnable = {key: node for key, node in missing.items() if _can_run_alone(node, limit_bytes)}
+    for key in missing.keys() - runnable.keys():
+        known[key] = model_cost(missing[key])
+    if not runnable:
+        return
+    measured = _measure_workspace(list(runnable.values()))
+    for index, ((key, node), workspace) in enumerate(zip(runnable.items(), measured, strict=True)):
+        known[key] = model_cost(node) if workspace is None else Cost(_measure_duration(node), workspace)
+        progress(index + 1, len(runnable))
+
+
+def _can_run_alone(node: Node, limit_bytes: int) -> bool:
+    if is_view(node.target) or node.target in GUARDS:
+        return False
+    values = {*node.inputs, *node.kept_outputs}
+    if any(isinstance(value.type, OpaqueType) for value in values):
+        return False
+    return sum(value.type.num_bytes for value in values) <= limit_bytes
+
+
+def make_arguments(node: Node) -> tuple[Any, dict[str, Any]]:
+    """Tensors of the types that the node reads, filled with numbers that any kernel accepts."""
+    tensors = {value: _make_tensor(value) for value in dict.fromkeys(node.inputs)}
+    args = map_values(node.args, tensors.__getitem__)
+    return args, {name: map_values(item, tensors.__getitem__) for name, item in node.kwargs.items()}
+
+
+def _make_tensor(value: Value) -> torch.Tensor:
+    kind = value.tensor_type
+    tensor = torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=kind.device)
+    flat = tensor if 0 not in kind.strides else tensor.as_strided((kind.num_bytes // kind.dtype.itemsize,), (1,))
+    generator = torch.Generator(kind.device).manual_seed(0)
+    if kind.dtype.is_floating_point or kind.dtype.is_complex:
+        flat.uniform_(0.5, 1.5, generator=generator) if kind.dtype.is_floating_point else flat.fill_(1)
+    else:
+        flat.fill_(kind.dtype is torch.bool)
+    return tensor
+
+
+def _measure_duration(node: Node) -> int:
+    args, kwargs = make_arguments(node)
+    is_cuda = any(value.tensor_type.device.type == "cuda" for value in (*node.inputs, *node.kept_outputs))
+    times: list[int] = []
+    with below_autograd(), torch.enable_grad():
+        while len(times) < MIN_REPEATS or (sum(times) < MEASURE_NS and len(times) < MAX_REPEATS):
+            if is_cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter_ns()
+            node.target(*args, **kwargs)
+            if is_cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter_ns() - start)
+    return min(times)
+
+
+def _measure_workspace(nodes: Sequence[Node]) -> list[int | None]:
+    """Bytes beyond the outputs at the worst moment of each run; None where the made-up arguments were refused."""
+    if torch.cuda.is_available() and any(
+        value.tensor_type.device.type == "cuda" for node in nodes for value in node.kept_outputs
+    ):
+        return [_measure_workspace_cuda(node) for node in nodes]
+    found: list[int | None] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for index, node in enumerate(nodes):
+            found.append(_run_marked(node, f"undertow::{index}"))
+    events = profiler.profiler.kineto_results.events()
+    marks = {event.name(): event for event in events if event.name().startswith("undertow::")}
+    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    position = 0
+    for index, output_bytes in enumerate(found):
+        if output_bytes is None:
+            continue
+        mark = marks[f"undertow::{index}"]
+        while position < len(memory) and memory[position][0] < mark.start_ns():
+            position += 1
+        current = peak = 0
+        while position < len(memory) and memory[position][0] <= mark.end_ns():
+            current += memory[position][1]
+            peak = max(peak, current)
+            position += 1
+        found[index] = max(0, peak - output_bytes)
+    return found
+
+
+def _run_marked(node: Node, mark: str) -> int | None:
+    """Run a node inside a profiler mark; the bytes of its fresh outputs, None if it refused its arguments."""
+    args, kwargs = make_arguments(node)
+    given = _storages(flatten_outputs((args, tuple(kwargs.values()))))
+    with below_autograd(), torch.enable_grad():
+        try:
+            with torch.profiler.record_function(mark):
+                outputs = flatten_outputs(node.target(*args, **kwargs))
+        except (RuntimeError, IndexError):  # made-up numbers need not make sense to every kernel
+            return None
+    kept = [output for output, value in zip(outputs, node.outputs, strict=False) if value is not None]
+    return sum(size for pointer, size in _storages(kept).items() if pointer not in given)
+
+
+def _storages(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
+    """Address and bytes of the memory that tensors lie in."""
+    found = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def _measure_workspace_cuda(node: Node) -> int | None:
+    args, kwargs = make_arguments(node)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with below_autograd(), torch.enable_grad():
+        try:
+            outputs = node.target(*args, **kwargs)
+        except (RuntimeError, IndexError):
+            return None
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    del outputs
+    return max(0, torch.cuda.max_memory_allocated() - before - held)
