@@ -213,3 +213,18 @@ def test_trace_has_value_and_derivative_everywhere():
     assert picture.startswith("<svg") and picture.count("<rect") == 5
     with pytest.raises(ut.CallError, match="scalar"):
         ut.trace(lambda x: x * 2, (f64(3),))
+
+
+def test_nothing_agrees_where_the_function_is_not_finite():
+    with pytest.raises(ut.GradientCheckFailed):
+        ut.check_gradients(lambda a: a.log().sum(), (torch.tensor([-1.0, 2.0]),))
+
+
+def test_wrong_argnums_and_arguments_are_named():
+    x = torch.randn(3, dtype=torch.float64)
+    with pytest.raises(ut.CallError, match="argnums"):
+        ut.grad(torch.sum, argnums="a")(x)
+    with pytest.raises(ut.CallError, match="args must be a tuple"):
+        ut.hvp(torch.sum, x, (x,))
+    with pytest.raises(ut.CallError, match="scalar"):
+        ut.numerical_gradient(lambda a: a * 2, (x,))

@@ -115,7 +115,8 @@ def check_gradients(
         numerical, tolerance = central_difference(partial(subject.evaluate, direction), size)
         if analytic != numerical:
             worst = max(worst, abs(analytic - numerical) / max(tolerance, TINY))
-        if not abs(analytic - numerical) <= tolerance:
+        # An infinite tolerance: the function is not finite near the arguments, and nothing was compared.
+        if math.isinf(tolerance) or not abs(analytic - numerical) <= tolerance:
             found.append(Disagreement(name, "", analytic, numerical, tolerance))
     if found:
         found = subject.locate() + found
@@ -138,8 +139,6 @@ def central_difference(evaluate: Callable[[float], float], size: float = 0.0) ->
         step /= 8
         if tolerance <= 1e-6 * max(abs(near), size):
             break
-    if math.isinf(best[1]):
-        raise CallError("the function is not finite near these arguments, so there is nothing to compare; give others")
     return best
 
 
