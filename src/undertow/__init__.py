@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from undertow.errors import CallError as CallError
 from undertow.errors import CaptureError as CaptureError
 from undertow.errors import GradientCheckFailed as GradientCheckFailed
+from undertow.errors import InfeasibleBudget as InfeasibleBudget
 from undertow.errors import MissingRule as MissingRule
+from undertow.errors import PlanError as PlanError
 from undertow.errors import TooManyOutcomes as TooManyOutcomes
 from undertow.errors import UndertowError as UndertowError
 

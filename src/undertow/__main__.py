@@ -1,5 +1,7 @@
 """`python -m undertow` is the `undertow` command."""
 
+import sys
+
 from undertow.cli import main
 
-main()
+sys.exit(main())

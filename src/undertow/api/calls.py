@@ -42,3 +42,14 @@ def check_arguments(args: Any, kwargs: Any) -> None:
         raise CallError(f"args must be a tuple of positional arguments, got {type(args).__name__}: write (x,)")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise CallError(f"kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}")
+
+
+def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
+    """Raise CallError unless `optimizer` is None, or an optimizer that holds parameters of the model."""
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CallError(f"optimizer must be a torch.optim optimizer, got {type(optimizer).__name__}")
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise CallError("optimizer holds no parameter of the model: make it from model.parameters()")

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from undertow.api.calls import check_call
+from undertow.api.calls import check_call, check_optimizer
 from undertow.api.planning import derive
 from undertow.capture.capture import capture
-from undertow.errors import CallError
 from undertow.ir import Input, InputKind, Program, TensorType, Value
 from undertow.ops.tables import make_plan
 from undertow.report.inspection import Inspection, inspect_plans
@@ -29,7 +28,7 @@ def inspect(
     The model is taken as it stands, in train() or eval() mode. Inference is its forward pass alone.
     """
     check_call(model, args, kwargs)
-    _check_optimizer(model, optimizer)
+    check_optimizer(model, optimizer)
     runner = getattr(model, "undertow_runner", None)
     forward = model.forward if runner is None else runner.forward
     with torch.enable_grad():
@@ -61,13 +60,3 @@ def _find_unused(model: torch.nn.Module, program: Program) -> list[Input]:
     for kind, tensors in ((InputKind.PARAMETER, model.named_parameters()), (InputKind.BUFFER, model.named_buffers())):
         found += [Input(Value(path, TensorType.of(item)), kind, path) for path, item in tensors if path not in known]
     return found
-
-
-def _check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CallError(f"optimizer must be a torch.optim optimizer, got {type(optimizer).__name__}")
-    own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise CallError("optimizer holds no parameter of the model: make it from model.parameters()")

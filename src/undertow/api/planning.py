@@ -5,14 +5,18 @@ Public names live here and are re-exported by the package.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from undertow import ops as ops
-from undertow.api.calls import check_call
+from undertow.api.budget_planning import Terms, held_bytes, parse_costs, plan_for_budget
+from undertow.api.budgets import parse_budget
+from undertow.api.calls import check_call, check_optimizer
 from undertow.autodiff.backward import differentiate
 from undertow.capture.capture import capture
 from undertow.capture.origins import place_of
@@ -26,13 +30,28 @@ from undertow.runtime.step import Pattern
 
 
 def plan(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, strict: bool = False
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    strict: bool = False,
+    costs: str = "measured",
+    time_limit_s: float = math.inf,
 ) -> Any:
-    """A module with the model's parameters that trains by an explicit, derived backward pass."""
+    """A module with the model's parameters that trains by an explicit, derived backward pass.
+
+    `budget` is the peak memory of the whole step, in bytes or as "6GiB"; `optimizer` only counts: its state is held.
+    `costs="model"` plans without measuring. `time_limit_s` ends the search for a plan early.
+    """
     check_call(model, args, kwargs)
+    check_optimizer(model, optimizer)
+    budget_bytes = None if budget is None else parse_budget(budget)
+    terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s)
     if hasattr(model, "undertow_runner"):
         raise CallError("model is already planned; plan the module it was made from")
-    planned = make_planned(model, RunnerMaker(strict))
+    planned = make_planned(model, RunnerMaker(strict, terms))
     planned.undertow_runner.variant_for(args, kwargs or {}).step()
     return planned
 
@@ -42,13 +61,18 @@ class RunnerMaker:
     """How a planned module's runner is made; kept with the module, so that a copy or a pickle can make its own."""
 
     is_strict: bool
+    terms: Terms
 
     def __call__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> Runner:
-        return Runner(module, forward, capture, self.plan_step, place_of)
+        return Runner(module, forward, capture, partial(self.plan_step, module), place_of)
 
-    def plan_step(self, program: Program, pattern: Pattern) -> Plan:
+    def plan_step(self, module: torch.nn.Module, program: Program, pattern: Pattern) -> Plan:
         """The plan for gradients from the outputs marked in `pattern`."""
-        return make_plan(derive(program, pattern, is_strict=self.is_strict))
+        program = derive(program, pattern, is_strict=self.is_strict)
+        held = held_bytes(module, program, self.terms.optimizer)
+        if self.terms.budget_bytes is None or not program.backward_nodes:
+            return make_plan(program, held=held)
+        return plan_for_budget(program, held, self.terms)
 
 
 def derive(program: Program, pattern: Pattern, *, is_strict: bool = False) -> Program:

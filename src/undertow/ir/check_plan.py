@@ -153,7 +153,8 @@ class _Replay:
         for other in self.placed[max(position - 1, 0) : position + 1]:
             if other[0] < entry[1] and entry[0] < other[1]:
                 holder = ", ".join(map(str, sorted(self.valid[other[2]], key=str)))
-                raise PlanError(f"{value} at bytes {entry[0]} to {entry[1]} overlaps {holder} at {other[0]} to {other[1]}")
+                places = f"bytes {entry[0]} to {entry[1]} and {other[0]} to {other[1]}"
+                raise PlanError(f"{value} overlaps {holder} in memory: {places}")
         insort(self.placed, entry)
 
     def _overwrite(self, storage: int, writer: str, keep: set[Value]) -> None:
@@ -226,11 +227,7 @@ class _Comparison:
         if isinstance(left, Value):
             return self.original(left) is right
         if isinstance(left, tuple | list):
-            return (
-                isinstance(right, tuple | list)
-                and len(left) == len(right)
-                and all(map(self._same, left, right))
-            )
+            return isinstance(right, tuple | list) and len(left) == len(right) and all(map(self._same, left, right))
         return left is right or left == right
 
     def _is_without_statistics(self, node: Node, base: Node) -> bool:
@@ -250,10 +247,8 @@ class _Comparison:
         between = self.program.nodes[maker[0] + 1 : first]
         draws = [other for other in between if _is_random(other)]
         if maker[0] > first or draws:
-            raise PlanError(
-                f"{name} is replayed with {state}, recorded {'after' if maker[0] > first else 'before other draws than'} "
-                f"its first run"
-            )
+            when = "after its first run" if maker[0] > first else f"before {draws[0].name} drew too"
+            raise PlanError(f"{name} is replayed with the wrong state: {state} was recorded {when}")
 
     def _check_code(self, name: str, node: Node, base: Node) -> None:
         """An encoding reads a value that the base makes or reads; a reader or decoder reads a code of such a value."""
@@ -328,9 +323,14 @@ def _is_guard(node: Node) -> bool:
 def _is_code(node: Node, base: Node) -> bool:
     """Whether the node encodes a value of the base rather than computing it."""
     made = {value for value in node.outputs if value is not None}
-    return bool(made) and made.isdisjoint(value for value in base.outputs if value is not None) and (
-        set(values_in(node.args)) & {*base.inputs, *(value for value in base.outputs if value is not None)} != set()
-    ) and not _same_target(node.target, base.target)
+    return (
+        bool(made)
+        and made.isdisjoint(value for value in base.outputs if value is not None)
+        and (
+            set(values_in(node.args)) & {*base.inputs, *(value for value in base.outputs if value is not None)} != set()
+        )
+        and not _same_target(node.target, base.target)
+    )
 
 
 def _describe(node: Node, position: int) -> str:

@@ -1,8 +1,7 @@
 """What the planner decides about, as plain arrays, and the slow reference that replays a schedule.
 
-In: sizes of values; for every kind of run its duration, workspace, and the values it reads, writes and destroys; an
-order to start from.
-Out: `Instance`, and `replay`, which gives bytes per run, peak and time of a schedule or raises `ValueError`.
+In: sizes of values; for every kind of run its duration, workspace, and the values it reads, writes and destroys; a base
+order. Out: `Instance`, and `replay`, which gives bytes per run, peak and time of a schedule or raises `ValueError`.
 
 A *kind* is an operation, or one formulation of it. A *schedule* is a sequence of kinds; a kind may occur many times.
 A value is held from the run that writes it to its last read before it is written again, or to the end when it is a

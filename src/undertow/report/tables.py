@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from undertow.ir import format_bytes
 from undertow.ops.work import Work
+from undertow.report.columns import MAX_COLUMNS, align, bar, cut, cut_middle, size_or_dash
 from undertow.report.inspection import Inspection, Layer, Memory, Site
 
-MAX_COLUMNS = 100
-BAR_COLUMNS = 10
 LAYER_COLUMNS = 30
 
 
@@ -29,23 +28,30 @@ def _memory_table(inspection: Inspection) -> str:
         rows.append(
             (
                 _title(layer),
-                _size(layer.parameter_bytes),
-                _size(layer.output_bytes),
-                _size(layer.kept_bytes),
-                _bar(layer.kept_bytes, largest),
+                size_or_dash(layer.parameter_bytes),
+                size_or_dash(layer.output_bytes),
+                size_or_dash(layer.kept_bytes),
+                bar(layer.kept_bytes, largest),
                 ", ".join(askers),
             )
         )
     parameter_bytes = sum(layer.parameter_bytes for layer in inspection.layers)
-    rows.append((f"{inspection.num_parameters:,} parameters", _size(parameter_bytes), "", _size(inspection.kept_bytes)))
-    return _align(rows, "<>>><<")
+    rows.append(
+        (
+            f"{inspection.num_parameters:,} parameters",
+            size_or_dash(parameter_bytes),
+            "",
+            size_or_dash(inspection.kept_bytes),
+        )
+    )
+    return align(rows, "<>>><<")
 
 
 def _work_table(inspection: Inspection) -> str:
     rows: list[tuple[str, ...]] = [("layer", "forward", "backward", "other", "moved", "ops/byte", "DRAM")]
     rows += [(_title(layer), *_work_cells(layer.forward, layer.backward)) for layer in inspection.layers]
     rows.append(("all", *_work_cells(inspection.forward, inspection.backward)))
-    return _align(rows, "<>>>>>>")
+    return align(rows, "<>>>>>>")
 
 
 def _work_cells(forward: Work, backward: Work) -> tuple[str, ...]:
@@ -54,7 +60,7 @@ def _work_cells(forward: Work, backward: Work) -> tuple[str, ...]:
         _count(forward.flops, "flop"),
         _count(backward.flops, "flop"),
         _count(both.element_operations, "op"),
-        _size(both.moved_bytes),
+        size_or_dash(both.moved_bytes),
         f"{both.operations_per_byte:.1f}" if both.moved_bytes else "-",
         _joules(both.dram_joules),
     )
@@ -79,14 +85,12 @@ def _totals(inspection: Inspection) -> str:
         columns.append(("training", inspection.training))
     rows: list[tuple[str, ...]] = [("memory at the peak", *(name for name, _ in columns))]
     rows += [
-        (title, *(_size(getattr(memory, role)) for _, memory in columns))
+        (title, *(size_or_dash(getattr(memory, role)) for _, memory in columns))
         for title, role in _ROLES
         if role == "peak_bytes" or any(getattr(memory, role) for _, memory in columns)
     ]
-    lines = [_align(rows, "<" + ">" * len(columns)), ""]
-    lines += [
-        _cut_middle(f"the peak of {name} is at {memory.at}", MAX_COLUMNS) for name, memory in columns if memory.at
-    ]
+    lines = [align(rows, "<" + ">" * len(columns)), ""]
+    lines += [cut_middle(f"the peak of {name} is at {memory.at}", MAX_COLUMNS) for name, memory in columns if memory.at]
     return "\n".join([*lines, *_training_lines(inspection)] if inspection.training else [*lines, _NO_GRADIENT])
 
 
@@ -127,35 +131,14 @@ def _without_rule(sites: Sequence[Site]) -> str:
     lines = ["no rule: the derivative is taken through autograd at run time"]
     for site in sites:
         where = "  ".join(part for part in (site.layer, site.location) if part)
-        lines.append(_cut_middle(f"  {site.operation}  {where}".rstrip(), MAX_COLUMNS))
-    return "\n".join(lines)
-
-
-def _align(rows: Sequence[tuple[str, ...]], alignments: str) -> str:
-    """Columns two blanks apart; the last takes what is left of the line."""
-    num_columns = len(alignments)
-    padded = [row + ("",) * (num_columns - len(row)) for row in rows]
-    widths = [max(len(row[column]) for row in padded) for column in range(num_columns)]
-    lines = []
-    for row in padded:
-        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True)]
-        lines.append(_cut("  ".join(cells).rstrip(), MAX_COLUMNS))
+        lines.append(cut_middle(f"  {site.operation}  {where}".rstrip(), MAX_COLUMNS))
     return "\n".join(lines)
 
 
 def _title(layer: Layer) -> str:
     """`features.0 Conv2d`; a long path loses its middle."""
-    kind = _cut(layer.kind, LAYER_COLUMNS // 2)
-    return f"{_cut_middle(layer.path or '(model)', LAYER_COLUMNS - len(kind) - 1)} {kind}".rstrip()
-
-
-def _bar(size: int, largest: int) -> str:
-    """Proportional to the size; anything at all shows."""
-    return "#" * max(round(BAR_COLUMNS * size / largest), 1) if size else ""
-
-
-def _size(num_bytes: int) -> str:
-    return format_bytes(num_bytes) if num_bytes else "-"
+    kind = cut(layer.kind, LAYER_COLUMNS // 2)
+    return f"{cut_middle(layer.path or '(model)', LAYER_COLUMNS - len(kind) - 1)} {kind}".rstrip()
 
 
 def _count(number: float, unit: str) -> str:
@@ -171,14 +154,3 @@ def _joules(joules: float) -> str:
         if joules >= factor:
             return f"{joules / factor:.1f} {prefix}J"
     return f"{joules / 1e-9:.1f} nJ" if joules else "-"
-
-
-def _cut(line: str, num_columns: int) -> str:
-    return line if len(line) <= num_columns else line[: num_columns - 2] + ".."
-
-
-def _cut_middle(text: str, num_columns: int) -> str:
-    if len(text) <= num_columns:
-        return text
-    head = num_columns // 2 - 1
-    return f"{text[:head]}..{text[len(text) - (num_columns - head - 2) :]}"

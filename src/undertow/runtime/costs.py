@@ -32,7 +32,6 @@ MODEL_FLOPS_PER_NS = 100.0
 MODEL_BYTES_PER_NS = 8.0
 MODEL_CALL_NS = 3_000
 
-# Operations whose arguments lie beyond this are not run to measure them: see `limit_bytes`.
 Progress = Callable[[int, int], None]
 
 
@@ -45,37 +44,37 @@ def model_cost(node: Node) -> Cost:
     return Cost(int(busy) + MODEL_CALL_NS, 0)
 
 
-def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], limit_bytes: int, progress: Progress) -> None:
-    """Add to `known` the cost of every node whose signature is not there yet.
+def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], progress: Progress) -> int:
+    """Add to `known` the cost of every node that can be run alone and is not there yet; returns how many those were.
 
-    An operation whose own tensors exceed `limit_bytes` is not run: its cost is the model's.
+    One operation at a time, on nothing but its own tensors: a step that fits holds more than that.
     """
-    missing = {key: node for node in nodes if (key := signature(node)) not in known}
-    runnable = {key: node for key, node in missing.items() if _can_run_alone(node, limit_bytes)}
-    for key in missing.keys() - runnable.keys():
-        known[key] = model_cost(missing[key])
-    if not runnable:
-        return
-    measured = _measure_workspace(list(runnable.values()))
-    for index, ((key, node), workspace) in enumerate(zip(runnable.items(), measured, strict=True)):
-        known[key] = model_cost(node) if workspace is None else Cost(_measure_duration(node), workspace)
-        progress(index + 1, len(runnable))
+    missing = {key: node for node in nodes if (key := signature(node)) not in known and _can_run_alone(node)}
+    if not missing:
+        return 0
+    num_known = len(known)
+    measured = _measure_workspace(list(missing.values()))
+    for index, ((key, node), workspace) in enumerate(zip(missing.items(), measured, strict=True)):
+        if workspace is not None:
+            known[key] = Cost(_measure_duration(node), workspace)
+        progress(index + 1, len(missing))
+    return len(known) - num_known
 
 
-def _can_run_alone(node: Node, limit_bytes: int) -> bool:
+def _can_run_alone(node: Node) -> bool:
     if is_view(node.target) or node.target in GUARDS:
         return False
-    values = {*node.inputs, *node.kept_outputs}
-    if any(isinstance(value.type, OpaqueType) for value in values):
-        return False
-    return sum(value.type.num_bytes for value in values) <= limit_bytes
+    return not any(isinstance(value.type, OpaqueType) for value in (*node.inputs, *node.kept_outputs))
 
 
-def make_arguments(node: Node) -> tuple[Any, dict[str, Any]]:
-    """Tensors of the types that the node reads, filled with numbers that any kernel accepts."""
+def _prepare(node: Node) -> tuple[Callable[[], Any], dict[int, int]]:
+    """A call of the node on made-up tensors, and the memory that these lie in."""
     tensors = {value: _make_tensor(value) for value in dict.fromkeys(node.inputs)}
     args = map_values(node.args, tensors.__getitem__)
-    return args, {name: map_values(item, tensors.__getitem__) for name, item in node.kwargs.items()}
+    kwargs = {name: map_values(item, tensors.__getitem__) for name, item in node.kwargs.items()}
+    rehearse = getattr(node.target, "prepare_rehearsal", None)
+    call = rehearse(*args, **kwargs) if rehearse is not None else lambda: node.target(*args, **kwargs)
+    return call, _storages(list(tensors.values()))
 
 
 def _make_tensor(value: Value) -> torch.Tensor:
@@ -91,7 +90,7 @@ def _make_tensor(value: Value) -> torch.Tensor:
 
 
 def _measure_duration(node: Node) -> int:
-    args, kwargs = make_arguments(node)
+    call, _ = _prepare(node)
     is_cuda = any(value.tensor_type.device.type == "cuda" for value in (*node.inputs, *node.kept_outputs))
     times: list[int] = []
     with below_autograd(), torch.enable_grad():
@@ -99,7 +98,7 @@ def _measure_duration(node: Node) -> int:
             if is_cuda:
                 torch.cuda.synchronize()
             start = time.perf_counter_ns()
-            node.target(*args, **kwargs)
+            call()
             if is_cuda:
                 torch.cuda.synchronize()
             times.append(time.perf_counter_ns() - start)
@@ -137,13 +136,12 @@ def _measure_workspace(nodes: Sequence[Node]) -> list[int | None]:
 
 def _run_marked(node: Node, mark: str) -> int | None:
     """Run a node inside a profiler mark; the bytes of its fresh outputs, None if it refused its arguments."""
-    args, kwargs = make_arguments(node)
-    given = _storages(flatten_outputs((args, tuple(kwargs.values()))))
     with below_autograd(), torch.enable_grad():
         try:
+            call, given = _prepare(node)
             with torch.profiler.record_function(mark):
-                outputs = flatten_outputs(node.target(*args, **kwargs))
-        except (RuntimeError, IndexError):  # made-up numbers need not make sense to every kernel
+                outputs = flatten_outputs(call())
+        except (RuntimeError, IndexError):  # made-up numbers need not make sense to every kernel, nor need they fit
             return None
     kept = [output for output, value in zip(outputs, node.outputs, strict=False) if value is not None]
     return sum(size for pointer, size in _storages(kept).items() if pointer not in given)
@@ -156,13 +154,13 @@ def _storages(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
 
 
 def _measure_workspace_cuda(node: Node) -> int | None:
-    args, kwargs = make_arguments(node)
+    call, _ = _prepare(node)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with below_autograd(), torch.enable_grad():
         try:
-            outputs = node.target(*args, **kwargs)
+            outputs = call()
         except (RuntimeError, IndexError):
             return None
     torch.cuda.synchronize()

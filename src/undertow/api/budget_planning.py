@@ -1,0 +1,150 @@
+"""Planning a derived Program for a budget: costs, the planner, the check, and the refusal that says what would fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from undertow.errors import CallError, InfeasibleBudget
+from undertow.ir import InputKind, Node, Plan, Program, format_bytes
+from undertow.ir.check_plan import check_plan
+from undertow.ir.cost import Cost, signature
+from undertow.ops.alternatives import find_alternatives
+from undertow.ops.interpret import generators_of
+from undertow.planner.plan import Planner, make_planner
+from undertow.report.optimizer_state import count_optimizer_state
+from undertow.report.peak import find_peak
+from undertow.report.timeline import Role, Timeline
+from undertow.runtime.cost_cache import cache_path, load_costs, save_costs
+from undertow.runtime.costs import measure_costs, model_cost
+
+
+class CostSource(StrEnum):
+    """Where the times of operations come from."""
+
+    MEASURED = "measured"
+    MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a plan is to keep to. Without a budget nothing is searched and nothing is measured."""
+
+    budget_bytes: int | None = None
+    optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
+    costs: CostSource = CostSource.MEASURED
+    time_limit_s: float = math.inf
+
+
+def parse_costs(costs: str) -> CostSource:
+    """The source of costs that a user named."""
+    if costs not in list(CostSource):
+        raise CallError(f'costs must be "measured" or "model", got {costs!r}')
+    return CostSource(costs)
+
+
+def held_bytes(
+    model: torch.nn.Module, program: Program, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, int]:
+    """What a step holds from its start to its end, by what it is; each storage counts once."""
+    held = {
+        "parameters": _storage_bytes(model.parameters()),
+        "buffers": _storage_bytes(model.buffers()),
+        "batch": sum(item.value.type.num_bytes for item in program.inputs if item.kind is InputKind.ARGUMENT),
+        "constants": sum(
+            item.value.type.num_bytes
+            for item in program.inputs
+            if item.kind in (InputKind.CONSTANT, InputKind.ATTRIBUTE)
+        ),
+    }
+    if program.cotangents:
+        # Kept with every forward pass, so that a second backward pass can run it again.
+        held["generator states"] = sum(
+            generator.get_state().numel() for generator in generators_of(program.forward_nodes)
+        )
+    if optimizer is not None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        held["optimizer state"] = count_optimizer_state(optimizer, trained).num_bytes or 0
+    return {name: size for name, size in held.items() if size}
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def make_budget_planner(program: Program, held: Mapping[str, int], terms: Terms) -> Planner:
+    """Measure what is not known yet, and find the curve of the step."""
+    alternatives = find_alternatives(program)
+    nodes = [*program.nodes, *(alternative.node for alternative in alternatives)]
+    cost_of = _cost_table(nodes, terms.costs)
+    return make_planner(
+        program,
+        alternatives,
+        cost_of,
+        held,
+        has_measured_costs=terms.costs is CostSource.MEASURED,
+        time_limit_s=terms.time_limit_s,
+    )
+
+
+def _cost_table(nodes: list[Node], costs: CostSource) -> Callable[[Node], Cost]:
+    known: dict[str, Cost] = {}
+    if costs is CostSource.MEASURED:
+        device = next((value.tensor_type.device for node in nodes for value in node.kept_outputs), torch.device("cpu"))
+        path = cache_path(device)
+        known = load_costs(path)
+        if measure_costs(nodes, known, lambda done, total: None):
+            save_costs(path, known)
+    modelled: dict[str, Cost] = {}
+
+    def cost_of(node: Node) -> Cost:
+        key = signature(node)
+        if key not in known and key not in modelled:
+            modelled[key] = model_cost(node)
+        return known[key] if key in known else modelled[key]
+
+    return cost_of
+
+
+def plan_for_budget(program: Program, held: Mapping[str, int], terms: Terms) -> Plan:
+    """The checked plan within the budget; raises InfeasibleBudget with the least that would do."""
+    planner = make_budget_planner(program, held, terms)
+    least = planner.smallest()
+    plan = planner.plan_within(terms.budget_bytes)
+    if terms.budget_bytes is not None and (plan is None or terms.budget_bytes < least.peak_bytes):
+        raise _refusal(terms.budget_bytes, least, planner.curve.lower_bound_peak_bytes)
+    assert plan is not None
+    return check_plan(plan)
+
+
+def _refusal(budget_bytes: int, least: Plan, lower_bound_bytes: int) -> InfeasibleBudget:
+    peak = find_peak(Timeline(least))
+    parts = dict(peak.parts)
+    gradients = parts.get(Role.GRADIENT.value, 0)
+    state = parts.get("optimizer state", 0)
+    lasting = sum(least.held.values()) - parts.get("batch", 0) + gradients
+    passing = max(least.peak_bytes - lasting, 0)
+    ways = [
+        f"a budget of {format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes)",
+        f"half the batch: about {format_bytes(lasting + passing // 2)}",
+    ]
+    if gradients:
+        rest = format_bytes(least.peak_bytes - gradients)
+        ways.append(f"ut.train_step, which updates inside the backward pass: about {rest}")
+    ways.append(f"model.bfloat16(): about {format_bytes(least.peak_bytes // 2)}")
+    if state:
+        ways.append(f"an optimizer without state: {format_bytes(least.peak_bytes - state)}")
+    breakdown = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.parts if size)
+    place = f" at {peak.at.operation} {peak.at.layer} {peak.at.location}".rstrip() if peak.at is not None else ""
+    message = (
+        f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) cannot be met: the least found is "
+        f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), and less than "
+        f"{format_bytes(lower_bound_bytes)} is impossible. At the peak{place}: {breakdown}. "
+        f"What would fit: {'; '.join(ways)}"
+    )
+    return InfeasibleBudget(message, least.peak_bytes, lower_bound_bytes)

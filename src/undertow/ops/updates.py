@@ -1,0 +1,69 @@
+"""An optimizer's update of one parameter as an operation of the step.
+
+The arithmetic is the optimizer's own: a shallow copy of it, with its live settings and its state, steps on a group of
+one parameter. It may therefore run as soon as the gradient is complete and the parameter is read no more, with the
+bits of a step afterwards. True for optimizers that treat every parameter by itself; those that were compared are named.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from undertow.ir import Node, Value
+
+SEPARABLE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def is_separable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each parameter's update depends on nothing of the others; subclasses may do anything."""
+    return type(optimizer) in SEPARABLE_OPTIMIZERS
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateParameter:
+    """Steps `optimizer` for one parameter; called with the parameter and its gradient."""
+
+    optimizer: torch.optim.Optimizer = field(repr=False)
+    parameter: torch.nn.Parameter = field(repr=False)
+    group_index: int
+    has_effect = True
+
+    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        _step_one(self.optimizer, self.group_index, self.parameter, gradient)
+
+    def overwrites(self, node: Node) -> tuple[Value, ...]:
+        """The parameter itself."""
+        return (node.args[0],)
+
+    def prepare_rehearsal(self, parameter: torch.Tensor, gradient: torch.Tensor) -> Callable[[], Any]:
+        """A call that costs what the update costs, on a parameter nobody has."""
+        twin = torch.nn.Parameter(parameter)
+        optimizer = copy.copy(self.optimizer)
+        optimizer.state = type(self.optimizer.state)(dict)
+        optimizer.param_groups = [{**self.optimizer.param_groups[self.group_index], "params": [twin]}]
+        _step_one(optimizer, 0, twin, gradient)  # makes the state, which is not part of the cost
+        return lambda: _step_one(optimizer, 0, twin, gradient)
+
+    def __str__(self) -> str:
+        return f"update_{type(self.optimizer).__name__.lower()}"
+
+
+def _step_one(
+    optimizer: torch.optim.Optimizer, group_index: int, parameter: torch.nn.Parameter, gradient: torch.Tensor
+) -> None:
+    single = copy.copy(optimizer)
+    single.param_groups = [{**optimizer.param_groups[group_index], "params": [parameter]}]
+    # The user's hooks belong to a whole step and run once around it.
+    single._optimizer_step_pre_hooks = OrderedDict()  # type: ignore[attr-defined]
+    single._optimizer_step_post_hooks = OrderedDict()  # type: ignore[attr-defined]
+    before, parameter.grad = parameter.grad, gradient
+    try:
+        type(optimizer).step(single)
+    finally:
+        parameter.grad = before

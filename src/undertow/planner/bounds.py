@@ -1,0 +1,390 @@
+"""Proved lower bounds: on the peak of any schedule, and on the time of any schedule that fits a budget.
+
+In: an instance, an order mode, a budget. Out: `Bound`: a number, the order modes it holds for, and the sentence that
+proves it. Every bound for free order holds for fixed order too.
+
+*Necessity.* A value that is not initial and has one writer needs that writer; a kind needs the writers its reads need.
+Kinds the targets need are *required*; `m` is necessarily before `k` when `k` needs `m`.
+
+*Peak.* When a required kind runs for the first time, the values it reads and writes, its workspace and every value that
+cannot be made again although a later required kind reads it are held together.
+
+*Time.* Choose moments: the first runs of required kinds m_1, ..., m_T whose order is known (fixed order: any; free
+order: each necessarily before the next). They cut every schedule into stages 0..T. With run[j,k] = 1 when kind k runs in
+stage j, hold[j,v] = 1 when value v is held, and not written, at moment j, and from[j,k] = 1 when k runs in stage j or
+later, every schedule satisfies the constraints built below, each with its sentence. The linear relaxation is solved by
+HiGHS; what is reported is not its objective but the weak-duality value of its multipliers y >= 0, clipped and summed
+again here: for  min c.x, A.x <= b, 0 <= x <= 1  it is
+-b.y + sum(min(0, c + A'.y)), a bound for every y, so that a wrong answer of the solver could only weaken it.
+
+This is the linear relaxation of Checkmate (Jain et al., MLSys 2020) with a few stages instead of one per operation;
+stages are where the number of variables would be quadratic.
+
+Does not: use that a destroyed value is gone, or bytes between two moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+
+from undertow.planner.instance import Instance, replay
+
+# Relaxations with one moment, then more: each costs several times the one before, so the next is tried only while the
+# last one said more than "every required kind runs once" and kinds and values times moments stay below the limit.
+MOMENT_COUNTS = (1, 6, 24)
+MAXIMUM_STAGE_ITEMS = {True: 26_000, False: 12_000}  # by is_fixed_order; HiGHS then needs 5 s at most
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A proved lower bound."""
+
+    amount: int
+    order: str  # "free": holds for every order; "fixed": holds when first runs keep the base order
+    proof: str
+
+
+class Necessity:
+    """What every valid schedule of an instance must run, and in which order."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.reads = instance.reads.lists()
+        self.writes = instance.writes.lists()
+        self.writers = instance.writers().lists()
+        initial = set(instance.initial.tolist())
+        self.sole_writer = [
+            row[0] if len(row) == 1 and value not in initial else -1 for value, row in enumerate(self.writers)
+        ]
+        self.needed_by: list[list[int]] = [[] for _ in self.reads]
+        for kind, row in enumerate(self.reads):
+            for value in row:
+                if self.sole_writer[value] >= 0:
+                    self.needed_by[self.sole_writer[value]].append(kind)
+        roots = [self.sole_writer[value] for value in instance.targets.tolist() if self.sole_writer[value] >= 0]
+        self.required = self._reach(roots, self._needs)
+        # A value no kind can make a second time: it must be held from its making to its last necessary read.
+        self.is_unique = [not any(instance.can_repeat[kind] for kind in row) for row in self.writers]
+
+    def _needs(self, kind: int) -> list[int]:
+        return [self.sole_writer[value] for value in self.reads[kind] if self.sole_writer[value] >= 0]
+
+    def before(self, kind: int) -> set[int]:
+        """Kinds that run before the first run of this one."""
+        return self._reach(self._needs(kind), self._needs)
+
+    def after(self, kind: int) -> set[int]:
+        """Kinds that cannot run before the first run of this one."""
+        return self._reach(self.needed_by[kind], lambda other: self.needed_by[other])
+
+    @staticmethod
+    def _reach(roots, neighbours) -> set[int]:
+        found = set(roots)
+        pending = list(found)
+        while pending:
+            for other in neighbours(pending.pop()):
+                if other not in found:
+                    found.add(other)
+                    pending.append(other)
+        return found
+
+
+def _own_bytes(instance: Instance, kind: int, reuse: int) -> int:
+    """Bytes held at a run beside what it does not touch, without the values it reads."""
+    written = int(instance.size_bytes[instance.writes.row(kind)].sum())
+    return instance.fixed_bytes + written + int(instance.workspace_bytes[kind]) - reuse
+
+
+def lower_bound_peak(instance: Instance, is_fixed_order: bool) -> Bound:
+    """Bytes that every valid schedule holds at some run."""
+    necessity = Necessity(instance)
+    reuse = instance.reuse_bytes()
+    base_index = {kind: index for index, kind in enumerate(instance.order.tolist())}
+    initial, targets = set(instance.initial.tolist()), set(instance.targets.tolist())
+    unique = [value for value, is_unique in enumerate(necessity.is_unique) if is_unique and instance.size_bytes[value]]
+    readers: dict[int, list[int]] = {value: [] for value in unique}
+    for kind in necessity.required:
+        for value in necessity.reads[kind]:
+            if value in readers:
+                readers[value].append(kind)
+    best, best_kind = instance.fixed_bytes, -1
+    for kind in sorted(necessity.required):
+        held = set(necessity.reads[kind])
+        if unique:
+            known_before, known_after = necessity.before(kind), necessity.after(kind)
+            if is_fixed_order and kind in base_index:
+                place = base_index[kind]
+                base_required = [other for other in instance.order.tolist() if other in necessity.required]
+                known_before |= {other for other in base_required if base_index[other] < place}
+                known_after |= {other for other in base_required if base_index[other] > place}
+            for value in unique:
+                is_made = value in initial or necessity.sole_writer[value] in known_before
+                if is_made and (value in targets or not known_after.isdisjoint(readers[value])):
+                    held.add(value)
+        held -= set(necessity.writes[kind])
+        total = _own_bytes(instance, kind, int(reuse[kind])) + int(instance.size_bytes[list(held)].sum())
+        if total > best:
+            best, best_kind = total, kind
+    proof = (
+        f"When kind {best_kind} runs for the first time, as it must, what it reads and writes, its workspace and the "
+        "values that cannot be made again before their later reads are held together."
+        if best_kind >= 0
+        else "The fixed bytes are always held."
+    )
+    return Bound(best, "fixed" if is_fixed_order else "free", proof)
+
+
+def lower_bound_time(instance: Instance, budget_bytes: int, is_fixed_order: bool) -> Bound:
+    """Time that every valid schedule within the budget takes."""
+    necessity = Necessity(instance)
+    simple = Bound(
+        int(instance.duration[sorted(necessity.required)].sum()), "free", "Every required kind runs at least once."
+    )
+    best = simple
+    for count in MOMENT_COUNTS:
+        is_too_large = count * (instance.num_kinds + instance.num_values) > MAXIMUM_STAGE_ITEMS[is_fixed_order]
+        if count > 1 and (is_too_large or best is simple):
+            break
+        moments = _moments(instance, necessity, budget_bytes, is_fixed_order, count)
+        if not moments:
+            break
+        amount = _Relaxation(instance, necessity, moments, is_fixed_order).solve(budget_bytes)
+        if amount > best.amount:
+            proof = (
+                f"At the first runs of the kinds {moments} what is held fits the budget; what later runs need and is "
+                "not held must run again in between. The dual of the linear relaxation of this gives the number."
+            )
+            best = Bound(amount, "fixed" if is_fixed_order else "free", proof)
+        if len(moments) < count:
+            break
+    return best
+
+
+def _moments(
+    instance: Instance, necessity: Necessity, budget_bytes: int, is_fixed_order: bool, count: int
+) -> list[int]:
+    """Required kinds in a known order, spread over the part of the base order that exceeds the budget."""
+    base = instance.order.tolist()
+    profile = replay(instance, base).run_bytes
+    usable = [place for place, kind in enumerate(base) if kind in necessity.required]
+    if not is_fixed_order:
+        usable = _heaviest_chain(base, necessity, np.maximum(profile - int(0.8 * budget_bytes), 1))
+    over = [place for place in usable if profile[place] > budget_bytes]
+    if not over:
+        return []
+    # The largest of each of `count` equal parts, so that moments are both high and spread.
+    parts = np.array_split(np.array(over), min(count, len(over)))
+    return [base[int(part[np.argmax(profile[part])])] for part in parts]
+
+
+def _heaviest_chain(base: list[int], necessity: Necessity, weights: np.ndarray) -> list[int]:
+    """Places in the base order of kinds each necessarily before the next, of the largest total weight."""
+    place_of = {kind: place for place, kind in enumerate(base)}
+    total = {}
+    previous = {}
+    for place, kind in enumerate(base):
+        if kind not in necessity.required:
+            continue
+        best, source = 0, -1
+        for value in necessity.reads[kind]:
+            writer = necessity.sole_writer[value]
+            if writer in total and place_of[writer] < place and total[writer] > best:
+                best, source = total[writer], writer
+        total[kind], previous[kind] = best + int(weights[place]), source
+    if not total:
+        return []
+    kind = max(total, key=lambda other: (total[other], -place_of[other]))
+    chain = []
+    while kind >= 0:
+        chain.append(place_of[kind])
+        kind = previous[kind]
+    return chain[::-1]
+
+
+class _Relaxation:
+    """The linear program over stages; rows are  coefficients . x <= right  with 0 <= x <= 1."""
+
+    def __init__(self, instance: Instance, necessity: Necessity, moments: Sequence[int], is_fixed_order: bool) -> None:
+        self.instance, self.necessity, self.moments = instance, necessity, moments
+        self.num_stages = len(moments) + 1
+        self.columns: dict[tuple[str, int, int], int] = {}
+        self.costs: list[int] = []
+        self.constant = 0
+        self.rows: list[int] = []
+        self.items: list[int] = []
+        self.coefficients: list[int] = []
+        self.rights: list[int] = []
+        self._place_kinds(is_fixed_order)
+        self._stage_constraints()
+
+    def _place_kinds(self, is_fixed_order: bool) -> None:
+        """Earliest stage of every kind, and for required kinds the latest stage of the first run."""
+        self.earliest = [0] * self.instance.num_kinds
+        self.latest = [self.num_stages - 1] * self.instance.num_kinds
+        for stage, moment in enumerate(self.moments):
+            for kind in self.necessity.after(moment) | {moment}:
+                self.earliest[kind] = stage + 1
+        for stage, moment in reversed(list(enumerate(self.moments))):
+            for kind in self.necessity.before(moment):
+                self.latest[kind] = stage
+            self.latest[moment] = stage + 1
+        if is_fixed_order:
+            stage, following = 0, list(self.moments)
+            for kind in self.instance.order.tolist():
+                if following and kind == following[0]:
+                    following.pop(0)
+                    stage += 1
+                self.earliest[kind] = self.latest[kind] = stage
+
+    def _is_forced(self, stage: int, kind: int) -> bool:
+        is_placed = self.earliest[kind] == self.latest[kind] == stage
+        return is_placed and kind in self.necessity.required
+
+    def _column(self, what: str, stage: int, index: int) -> int:
+        key = (what, stage, index)
+        if key not in self.columns:
+            self.columns[key] = len(self.costs)
+            self.costs.append(int(self.instance.duration[index]) if what == "run" else 0)
+        return self.columns[key]
+
+    def _add_row(self, terms: list[tuple[int, int]], right: int) -> None:
+        number = len(self.rights)
+        for column, coefficient in terms:
+            self.rows.append(number)
+            self.items.append(column)
+            self.coefficients.append(coefficient)
+        self.rights.append(right)
+
+    def _sources(self, stage: int, value: int, but: int = -1) -> list[tuple[int, int]] | None:
+        """Terms that say the value is at hand in a stage; None when it certainly is made in it."""
+        terms = []
+        if value in self.possible[stage]:
+            terms.append((self._column("hold", stage, value), -1))
+        for kind in self.necessity.writers[value]:
+            if kind == but or self.earliest[kind] > stage:
+                continue
+            if self._is_forced(stage, kind):
+                return None
+            terms.append((self._column("run", stage, kind), -1))
+        return terms
+
+    def _stage_constraints(self) -> None:
+        instance, necessity = self.instance, self.necessity
+        initial, targets = set(instance.initial.tolist()), instance.targets.tolist()
+        self.possible = [set(initial)]
+        for stage in range(1, self.num_stages):
+            made = {
+                value
+                for kind in range(instance.num_kinds)
+                if self.earliest[kind] < stage
+                for value in necessity.writes[kind]
+            }
+            self.possible.append((initial | made) - set(necessity.writes[self.moments[stage - 1]]))
+        for kind in sorted(necessity.required):
+            first, last = self.earliest[kind], self.latest[kind]
+            if first == last:
+                self.constant += int(instance.duration[kind])
+            else:  # A required kind runs for the first time in one of the stages its order allows.
+                self._add_row([(self._column("run", stage, kind), -1) for stage in range(first, last + 1)], -1)
+        for stage in range(self.num_stages):
+            for kind in range(instance.num_kinds):
+                if self.earliest[kind] <= stage:
+                    self._reads_are_at_hand(stage, kind)
+            if stage + 1 < self.num_stages:
+                for value in sorted(self.possible[stage + 1]):
+                    # What is held at a moment was held at the one before or written in between.
+                    terms = self._sources(stage, value)
+                    if terms is not None:
+                        self._add_row([(self._column("hold", stage + 1, value), 1), *terms], 0)
+        for stage in range(1, self.num_stages - 1):
+            self._runs_from(stage)
+        for value in targets:
+            # A target is present at the end.
+            terms = self._sources(self.num_stages - 1, value)
+            if terms is not None:
+                self._add_row(terms, -1)
+        for kind in range(instance.num_kinds):
+            if not instance.can_repeat[kind]:
+                # A kind that may run once runs in one stage.
+                stages = [stage for stage in range(self.num_stages) if ("run", stage, kind) in self.columns]
+                self._add_row([(self.columns["run", stage, kind], 1) for stage in stages], 1)
+
+    def _reads_are_at_hand(self, stage: int, kind: int) -> None:
+        is_forced = self._is_forced(stage, kind)
+        is_moment = stage > 0 and kind == self.moments[stage - 1]
+        for value in self.necessity.reads[kind]:
+            if is_moment:
+                # What a moment's kind reads is held when it runs.
+                if value in self.possible[stage]:
+                    self._add_row([(self._column("hold", stage, value), -1)], -1)
+                continue
+            # A kind that runs in a stage finds what it reads held at the stage's moment or written in the stage.
+            terms = self._sources(stage, value, kind)
+            if stage > 0 and value in self.necessity.writes[self.moments[stage - 1]]:
+                continue
+            if terms is not None:
+                own = [] if is_forced else [(self._column("run", stage, kind), 1)]
+                self._add_row([*own, *terms], -1 if is_forced else 0)
+
+    def _runs_from(self, stage: int) -> None:
+        """Tie the stages together: "from" variables say that a kind runs in this stage or a later one.
+
+        Implied for whole numbers, not for fractions: without them half a run in each of two stages would pass for one.
+        """
+        kinds = range(self.instance.num_kinds)
+        is_sure = [self.earliest[kind] >= stage and kind in self.necessity.required for kind in kinds]
+        written_at_moment = set(self.necessity.writes[self.moments[stage - 1]])
+        for kind in kinds:
+            own = [] if is_sure[kind] else [(self._column("from", stage, kind), 1)]
+            if own:
+                # A kind that runs from this stage on runs in one of the stages.
+                stages = range(max(stage, self.earliest[kind]), self.num_stages)
+                self._add_row(own + [(self._column("run", later, kind), -1) for later in stages], 0)
+            for value in self.necessity.reads[kind]:
+                # What it reads is held at the stage's moment or written from it on.
+                writers = [other for other in self.necessity.writers[value] if other != kind]
+                if value in written_at_moment or any(is_sure[other] for other in writers):
+                    continue
+                terms = [(self._column("from", stage, other), -1) for other in writers]
+                if value in self.possible[stage]:
+                    terms.append((self._column("hold", stage, value), -1))
+                self._add_row(own + terms, 0 if own else -1)
+
+    def solve(self, budget_bytes: int) -> int:
+        """The weak-duality value of the solver's multipliers, rounded up because times are whole numbers."""
+        instance = self.instance
+        reuse = instance.reuse_bytes()
+        total = max(1, int(instance.size_bytes.sum()))
+        for stage, moment in enumerate(self.moments, start=1):
+            # What is held at a moment, with what its kind writes and its workspace, fits the budget.
+            room = budget_bytes - _own_bytes(instance, moment, int(reuse[moment]))
+            terms = [
+                (self._column("hold", stage, value), int(instance.size_bytes[value]))
+                for value in sorted(self.possible[stage])
+                if instance.size_bytes[value]
+            ]
+            self._add_row(terms, room)
+        matrix = csr_array(
+            (np.array(self.coefficients, float), (self.rows, self.items)), shape=(len(self.rights), len(self.costs))
+        )
+        rights = np.array(self.rights, float)
+        # Rows in bytes are scaled to the size of the others: the solver's tolerances are absolute.
+        scale = np.ones(len(rights))
+        scale[len(rights) - len(self.moments) :] = 1000.0 / total
+        scaled = matrix.multiply(scale[:, None]).tocsr()
+        costs = np.array(self.costs, float)
+        unit = max(1.0, float(costs.mean()))
+        result = linprog(costs / unit, A_ub=scaled, b_ub=rights * scale, bounds=(0, 1), method="highs-ds")
+        if result.status == 2:
+            return 0
+        multipliers = np.maximum(-result.ineqlin.marginals, 0.0) * scale * unit
+        reduced = costs + matrix.T @ multipliers
+        dual = self.constant - float(rights @ multipliers) + float(np.minimum(reduced, 0.0).sum())
+        magnitude = abs(self.constant) + float(np.abs(rights * multipliers).sum()) + float(np.abs(reduced).sum())
+        return math.ceil(dual - 1e-12 * magnitude)

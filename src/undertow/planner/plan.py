@@ -1,0 +1,85 @@
+"""From a derived Program to the Plan that fits a budget.
+
+In: a Program, the cost of its operations and of their alternatives, what the step holds besides, a budget. Out: a Plan,
+rebuilt from the fastest schedule on the curve that fits, with a proved lower bound on the time of any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from undertow.ir import Node, Outcome, Plan, Program
+from undertow.ir.cost import Cost
+from undertow.ops.alternatives import Alternative
+from undertow.ops.tables import make_plan
+from undertow.planner.bounds import lower_bound_time
+from undertow.planner.curve import Curve, find_curve
+from undertow.planner.problem import Problem, make_problem
+from undertow.planner.rebuild import rebuild
+from undertow.planner.search import Solution
+
+PROVED = 1e-4  # a gap below this counts as none: durations are measured no better
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A step with its curve, ready to be planned for any budget."""
+
+    problem: Problem
+    curve: Curve
+    cost_of: Callable[[Node], Cost]
+    held: Mapping[str, int]
+    has_measured_costs: bool
+
+    def plan_within(self, budget_bytes: int | None) -> Plan | None:
+        """The fastest plan found that fits; None if none does. Without a budget, the fastest of all."""
+        limit = budget_bytes if budget_bytes is not None else 2**62
+        while True:
+            point = self.curve.best_within(limit)
+            if point is None:
+                return None
+            plan = self.realise(point, budget_bytes)
+            if budget_bytes is None or plan.peak_bytes <= budget_bytes:
+                return plan
+            # What runs holds more than the search counted: look for a point that much lower.
+            limit = min(limit, point.peak_bytes) - (plan.peak_bytes - budget_bytes)
+
+    def smallest(self) -> Plan:
+        """The plan of the least peak."""
+        plans = [self.realise(point, None) for point in self.curve.points[:3]]
+        return min(plans, key=lambda plan: plan.peak_bytes)
+
+    def realise(self, point: Solution, budget_bytes: int | None) -> Plan:
+        """The Plan that runs a point of the curve."""
+        rebuilt = rebuild(self.problem, point.schedule.tolist())
+        bound = lower_bound_time(self.problem.instance, budget_bytes or point.peak_bytes, False).amount
+        is_proved = point.time <= bound * (1 + PROVED)
+        outcome = Outcome.OPTIMAL if is_proved else Outcome.FEASIBLE if self.curve.is_complete else Outcome.TIMED_OUT
+        return make_plan(
+            rebuilt.program,
+            base=self.problem.program,
+            bases=rebuilt.bases,
+            repeats=rebuilt.repeats,
+            cost_of=self.cost_of,
+            held=self.held,
+            budget_bytes=budget_bytes,
+            lower_bound_ns=bound,
+            outcome=Outcome.UNCONSTRAINED if budget_bytes is None else outcome,
+            has_measured_costs=self.has_measured_costs,
+        )
+
+
+def make_planner(
+    program: Program,
+    alternatives: Sequence[Alternative],
+    cost_of: Callable[[Node], Cost],
+    held: Mapping[str, int],
+    *,
+    has_measured_costs: bool,
+    time_limit_s: float = math.inf,
+) -> Planner:
+    """Find the curve of a step."""
+    problem = make_problem(program, alternatives, cost_of, sum(held.values()))
+    return Planner(problem, find_curve(problem.instance, time_limit_s=time_limit_s), cost_of, held, has_measured_costs)

@@ -1,0 +1,170 @@
+"""Finding fast schedules within a memory budget, and the smallest budget that can be met.
+
+In: an `Instance`, a budget, an order mode, starting schedules. Out: `Solution`, replayed by the slow reference
+before it is returned, or None when no schedule within the budget was found.
+
+The search anneals (see `annealing`) from every starting schedule, then once more, cooler, from the best found.
+Deterministic: the work is counted in moves; `time_limit_s` only ends a search that takes far longer than expected, and
+then the result depends on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from undertow.planner.annealing import BEST_RUNS, BEST_TIME, NUM_RECORDS, PRICE, WINDOW, anneal
+from undertow.planner.arena import MAXIMUM_STACK
+from undertow.planner.bounds import lower_bound_peak
+from undertow.planner.instance import Instance, Int64s, check_first_runs_in_order, replay
+from undertow.planner.sequence import current_schedule, make_sequence
+
+# Temperatures in mean durations of a kind. On the public graphs one long cycle from hot beats many short ones. A search with few moves per kind cannot cool down from that, and starts warm.
+HOT, WARM, COLD = 10.0, 0.5, 0.02
+HOT_MOVES_PER_KIND = 40_000
+# Moves of a whole search: enough for small instances to settle, fewer for large ones, where a move costs more.
+MOVES_PER_KIND, MOVES_TIMES_KINDS = 40_000, 10_000_000_000
+FEWEST_MOVES, MOST_MOVES = 800_000, 20_000_000
+LAST_CYCLE_SHARE = 4  # one part in so many is left for a last, cool cycle from the best schedule
+CHUNKS_PER_CYCLE = 16  # the clock and the goal are looked at in between
+# Relative change of the price per window of moves; short searches take larger steps, so that the price can still rise
+# by a factor of 10**4 (from "hardly matters" to "must fit") in an eighth of their windows.
+LEAST_PRICE_STEP, MOST_PRICE_STEP, PRICE_RISE = 0.02, 0.5, 8 * math.log(1e4)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A valid schedule with what the reference replay says of it."""
+
+    schedule: Int64s
+    time: int
+    peak_bytes: int
+    num_moves: int
+
+
+class _Annealer:
+    """One search at one budget: cycles share the best schedule and the price of excess."""
+
+    def __init__(
+        self, instance: Instance, budget_bytes: int, is_fixed_order: bool, seed: int, deadline_s: float
+    ) -> None:
+        self.instance = instance
+        self.budget_bytes = budget_bytes
+        self.is_fixed_order = is_fixed_order
+        self.seed = seed
+        self.deadline_s = deadline_s
+        self.num_moves = 0
+        self.mean_duration = max(float(instance.duration.mean()), 1e-3)
+        self.record = np.full(NUM_RECORDS, np.inf)
+        self.record[PRICE] = self.mean_duration / (100.0 * (float(instance.size_bytes.mean()) + 1.0))
+        self.best: Int64s | None = None
+        has_formulations = bool((np.diff(instance.writers().starts) > 1).any())
+        self.weights = np.cumsum([35, 30, 35, 25] if is_fixed_order else [20, 20, 60, 25]).astype(np.int64)
+        if not has_formulations:
+            self.weights[3] = self.weights[2]
+
+    def is_finished(self, goal_time: float) -> bool:
+        return self.record[BEST_TIME] <= goal_time or time.perf_counter() > self.deadline_s
+
+    def cycle(self, start: Int64s, num_moves: int, hot: float, goal_time: float) -> Int64s:
+        """Anneal from a schedule; returns the schedule the cycle ended with."""
+        state = make_sequence(self.instance, start, self.is_fixed_order, self.budget_bytes, self.seed + self.num_moves)
+        kinds = np.zeros(state[MAXIMUM_STACK], np.int64)
+        temperatures = self.mean_duration * hot * (COLD / hot) ** (np.arange(CHUNKS_PER_CYCLE + 1) / CHUNKS_PER_CYCLE)
+        before = self.record[BEST_TIME]
+        price_step = min(MOST_PRICE_STEP, max(LEAST_PRICE_STEP, PRICE_RISE * WINDOW / num_moves))
+        for chunk in range(CHUNKS_PER_CYCLE):
+            num_chunk = max(1, num_moves // CHUNKS_PER_CYCLE)
+            warm, cool = float(temperatures[chunk]), float(temperatures[chunk + 1])
+            anneal(state, kinds, self.record, self.weights, num_chunk, warm, cool, price_step, goal_time)
+            self.num_moves += num_chunk
+            if self.is_finished(goal_time):
+                break
+        if self.record[BEST_TIME] < before:
+            self.best = kinds[: int(self.record[BEST_RUNS])].copy()
+        return self.best if self.best is not None else current_schedule(state)
+
+
+def _solution(
+    instance: Instance, schedule: Int64s, budget_bytes: int, is_fixed_order: bool, num_moves: int
+) -> Solution:
+    found = replay(instance, schedule)
+    if is_fixed_order:
+        check_first_runs_in_order(instance, schedule)
+    if found.peak_bytes > budget_bytes:
+        raise AssertionError(f"search: replay holds {found.peak_bytes} bytes, the budget is {budget_bytes}")
+    return Solution(schedule, found.time, found.peak_bytes, num_moves)
+
+
+def default_moves(instance: Instance) -> int:
+    """Moves of a whole search, by the size of the instance."""
+    num_kinds = max(1, instance.num_kinds)
+    return min(MOST_MOVES, MOVES_PER_KIND * num_kinds, max(FEWEST_MOVES, MOVES_TIMES_KINDS // num_kinds))
+
+
+def search(
+    instance: Instance,
+    budget_bytes: int,
+    *,
+    is_fixed_order: bool,
+    starts: Sequence[Int64s] = (),
+    lower_bound_time: int = 0,
+    seed: int = 0,
+    num_moves: int | None = None,
+    time_limit_s: float = math.inf,
+) -> Solution | None:
+    """The fastest schedule found whose peak fits the budget; `lower_bound_time` ends the search when it is reached."""
+    deadline_s = time.perf_counter() + time_limit_s
+    num_moves = num_moves if num_moves is not None else default_moves(instance)
+    annealer = _Annealer(instance, budget_bytes, is_fixed_order, seed, deadline_s)
+    goal_time = float(lower_bound_time)
+    hot = HOT * num_moves / (HOT_MOVES_PER_KIND * max(1, instance.num_kinds))
+    # A starting schedule that was worth giving is not worth melting.
+    hot = WARM if len(starts) else min(HOT, max(WARM, hot))
+    schedules = [np.asarray(start, np.int64) for start in starts] or [instance.order]
+    num_last = num_moves // LAST_CYCLE_SHARE
+    for start in schedules:
+        current = annealer.cycle(start, (num_moves - num_last) // len(schedules), hot, goal_time)
+        if annealer.is_finished(goal_time):
+            break
+    else:
+        annealer.cycle(current, num_last, WARM, goal_time)
+    if annealer.best is None:
+        return None
+    return _solution(instance, annealer.best, budget_bytes, is_fixed_order, annealer.num_moves)
+
+
+def minimum_peak(
+    instance: Instance,
+    *,
+    is_fixed_order: bool,
+    starts: Sequence[Int64s] = (),
+    seed: int = 0,
+    num_moves: int | None = None,
+    precision: float = 0.002,
+    time_limit_s: float = math.inf,
+) -> Solution:
+    """The schedule of the smallest peak found: bisection between the proved bound and the best peak so far."""
+    deadline_s = time.perf_counter() + time_limit_s
+    num_moves = num_moves if num_moves is not None else default_moves(instance) // 16
+    candidates = [np.asarray(start, np.int64) for start in starts] or [instance.order]
+    best = min(
+        (_solution(instance, start, 2**62, is_fixed_order, 0) for start in candidates), key=lambda s: s.peak_bytes
+    )
+    low = lower_bound_peak(instance, is_fixed_order).amount - 1
+    total_moves = 0
+    while best.peak_bytes - low > max(1, int(precision * best.peak_bytes)) and time.perf_counter() < deadline_s:
+        middle = (best.peak_bytes + low) // 2
+        annealer = _Annealer(instance, middle, is_fixed_order, seed + total_moves, deadline_s)
+        annealer.record[PRICE] *= 100.0  # time hardly matters here
+        annealer.cycle(best.schedule, num_moves, WARM, math.inf)
+        total_moves += annealer.num_moves
+        if annealer.best is None:
+            low = middle
+        else:
+            best = _solution(instance, annealer.best, middle, is_fixed_order, total_moves)
+    return best

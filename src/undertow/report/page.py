@@ -1,0 +1,220 @@
+"""A Plan as one HTML page that needs nothing else: no network, and no script for its tables.
+
+In: a Plan, and what was measured of it. Out: the page's text. Every name that comes from the user's code is escaped
+where it is written; the page's policy lets only its own script run, and nothing be loaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from html import escape
+from typing import Any, Protocol
+
+import torch
+
+from undertow.ir import Plan, TensorType, format_bytes
+from undertow.report.columns import format_us
+from undertow.report.decisions import Decisions
+from undertow.report.page_bands import Band, Picture, make_picture
+from undertow.report.page_pictures import color_class, draw_curve, draw_memory
+from undertow.report.page_script import SCRIPT
+from undertow.report.page_style import make_style
+from undertow.report.page_tables import (
+    curve_table,
+    decision_tables,
+    environment_table,
+    largest_table,
+    layers_table,
+    measured_table,
+    peak_table,
+)
+from undertow.report.peak import Holding
+from undertow.report.plan_summary import fits, verdict
+from undertow.report.reasons import find_decisions
+from undertow.report.timeline import Timeline, short_name
+
+
+class Measured(Protocol):
+    """What the allocator and the clock saw."""
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def step_s(self) -> float: ...
+
+
+def render_page(
+    plan: Plan,
+    *,
+    title: str,
+    curve: Sequence[tuple[float, float]] = (),
+    measured: Measured | None = None,
+    process_bytes: int | None = None,
+    cannot_see: Sequence[str] = (),
+) -> str:
+    """The page. `curve` is (peak bytes, step microseconds) of other plans; `cannot_see` is what no plan counts."""
+    decisions = find_decisions(plan)
+    timeline = Timeline(plan)
+    picture = make_picture(timeline)
+    sections = [
+        _header(plan, title, decisions),
+        _memory_section(plan, timeline, picture),
+        _section("At the peak", peak_table(plan, decisions.peak), largest_table(decisions.peak)),
+        _section("What was decided, layer by layer", layers_table(decisions), *decision_tables(decisions)),
+    ]
+    if curve:
+        point = None if measured is None else (float(measured.peak_bytes), measured.step_s * 1e6)
+        figure = f'<figure><div class="scroll">{draw_curve(curve, plan, point)}</div></figure>'
+        sections.append(_section("Time and memory of other plans", figure, curve_table(curve)))
+    sections.append(_section("Predicted and measured", measured_table(plan, measured, process_bytes)))
+    limits = [*cannot_see, *_without_rule(plan)]
+    if limits:
+        items = "".join(f"<li>{escape(line)}</li>" for line in limits)
+        sections.append(_section("What this report cannot see", f"<ul>{items}</ul>"))
+    sections.append(_section("Environment", environment_table(_environment(plan))))
+    page = _document(title, "".join(sections), _moments(plan, timeline, picture))
+    # A file name may hold bytes that are no text; they must not keep the page from being written.
+    return page.encode("utf-8", "replace").decode("utf-8")
+
+
+def _document(title: str, body: str, moments: dict[str, Any]) -> str:
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(title)}</title>\n<style>{make_style()}</style>\n</head>\n<body>\n<main>\n{body}</main>\n"
+        f'<script type="application/json" id="moments">{script_json(moments)}</script>\n'
+        f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
+    )
+
+
+def script_json(data: Any) -> str:
+    """JSON that can stand inside a script element: no character of it opens or closes markup."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>\n"
+
+
+def _header(plan: Plan, title: str, decisions: Decisions) -> str:
+    is_fitting = fits(plan)
+    head, _, rest = verdict(plan, decisions.total)[0].partition(":")
+    kind = "" if is_fitting is None else "good" if is_fitting else "bad"
+    mark = "" if is_fitting is None else "✓ " if is_fitting else "✗ "
+    total = decisions.total
+    share = f"{total.extra_us / plan.step_us:.1%} of the step" if plan.step_us else ""
+    bound = f"bound {format_us(plan.lower_bound_us)}" if plan.lower_bound_ns else plan.outcome.value
+    budget = plan.budget_bytes
+    tiles = [
+        ("Predicted peak", format_bytes(plan.peak_bytes), f"{plan.peak_bytes:,} bytes"),
+        ("Budget", "none" if budget is None else format_bytes(budget), "" if budget is None else f"{budget:,} bytes"),
+        ("Predicted step", format_us(plan.step_us), "measured costs" if plan.has_measured_costs else "modelled costs"),
+        ("Spent to hold less", format_us(total.extra_us), share),
+        ("Gap to the bound", f"{plan.gap:.1%}" if plan.lower_bound_ns else "unknown", bound),
+    ]
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+        for name, value, note in tiles
+    )
+    return (
+        f'<header><h1>{escape(title)}</h1><p class="verdict"><b class="{kind}">{mark}{escape(head.capitalize())}:</b>'
+        f'{escape(rest)}</p><dl class="tiles">{cells}</dl></header>\n'
+    )
+
+
+def _memory_section(plan: Plan, timeline: Timeline, picture: Picture) -> str:
+    if not picture.columns:
+        return _section("Memory over the step", "<p>The plan runs no operation.</p>")
+    largest: dict[str, int] = {}
+    for band in picture.bands:
+        largest[band.label] = max(largest.get(band.label, 0), *band.sizes)
+    legend = "".join(
+        f'<li><i class="{color_class(label)}"></i>{escape(label)}</li>' for label, size in largest.items() if size
+    )
+    shown = len(picture.columns)
+    note = f"Bytes held while each of {len(plan.nodes)} operations runs, in their order. "
+    note += f"The fullest of every few is shown, {shown} in all. " if shown < len(plan.nodes) else ""
+    if plan.budget_bytes is not None:
+        note += f"The budget is {format_bytes(plan.budget_bytes)}. "
+    note += "Point at a band to see what it is and why it is there; arrow keys move a cursor."
+    return _section(
+        "Memory over the step",
+        f'<p class="note">{escape(note)}</p><figure><div class="scroll">{draw_memory(plan, picture)}</div>'
+        f'<ul class="legend">{legend}</ul></figure>',
+    )
+
+
+def _moments(plan: Plan, timeline: Timeline, picture: Picture) -> dict[str, Any]:
+    """What the script needs: what runs at each column, and what each band is."""
+    columns = []
+    for position in picture.columns:
+        node = plan.nodes[position]
+        columns.append(
+            {
+                "position": position,
+                "operation": short_name(node),
+                "layer": node.origin.module_path,
+                "location": node.origin.location,
+                "live": plan.live_bytes[position],
+                "pass": "forward" if position < timeline.boundary else "backward",
+                "duration": format_us(timeline.duration_us(position)),
+            }
+        )
+    return {"num_nodes": len(plan.nodes), "columns": columns, "bands": [_band(band, plan) for band in picture.bands]}
+
+
+def _band(band: Band, plan: Plan) -> dict[str, Any]:
+    if band.value is not None:
+        return {"label": band.label, "size": band.value.num_bytes, "value": _value(band.value)}
+    if band.label in plan.held and not band.members:
+        size = max(band.sizes, default=0)
+        return {"label": band.label, "size": size, "why": "held during the whole step"}
+    found = {
+        "label": band.label,
+        "where": band.where,
+        "sizes": band.sizes,
+        "members": [_value(item) for item in band.members],
+    }
+    return found if band.members else found | {"why": "what the kernel allocates for itself while it runs"}
+
+
+def _value(item: Holding) -> dict[str, Any]:
+    return {
+        "name": item.value,
+        "type": item.type,
+        "operation": item.made_by.operation,
+        "layer": item.made_by.layer,
+        "location": item.made_by.location,
+        "size": item.num_bytes,
+        "first": item.first,
+        "last": item.last,
+        "why": item.why,
+    }
+
+
+def _without_rule(plan: Plan) -> list[str]:
+    names = dict.fromkeys(f"{node.name} {node.origin}".strip() for node in plan.without_rule)
+    return [f"{name}: its derivative is taken through autograd at run time" for name in names]
+
+
+def _environment(plan: Plan) -> list[tuple[str, str]]:
+    types = (value.type for node in plan.nodes for value in node.kept_outputs)
+    devices = dict.fromkeys(str(kind.device) for kind in types if isinstance(kind, TensorType))
+    return [
+        ("PyTorch", torch.__version__),
+        ("Python", platform.python_version()),
+        ("device", ", ".join(devices) or "none"),
+        ("machine", f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads"),
+        ("costs", "measured on the device" if plan.has_measured_costs else "from a model; nothing was measured"),
+        ("search", plan.outcome.value),
+        ("operations", f"{len(plan.nodes)}, of them {len(plan.program.forward_nodes)} in the forward pass"),
+    ]

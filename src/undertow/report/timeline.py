@@ -1,0 +1,254 @@
+"""What lies in memory during each operation of a Plan, and what each operation is to the plan.
+
+In: a Plan. Out: a Timeline. A storage (views folded) lives from the operation that makes it to the one after which it
+is freed, as the Plan's tables say; the sum over storages, what is held throughout and the workspace is
+`Plan.live_bytes`. Positions count from 0 and are those of `plan.nodes`.
+
+An operation is known by what it makes: a value that the Program before planning does not have is a code, or a recorded
+generator state; one that is decoded is the value that was encoded; an operation whose original ran before runs again.
+A storage has one role for its whole life, even where an operation later writes something else over it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from undertow.errors import PlanError
+from undertow.ir import InputKind, Node, Plan, Value
+from undertow.ops.lifetimes import shared_argument
+from undertow.ops.own import GENERATOR_STATE, is_view
+from undertow.ops.views import TakePart
+from undertow.report.inspection import Site
+
+
+class Task(Enum):
+    """What an operation is there for."""
+
+    FIRST_RUN = "first run"
+    SECOND_RUN = "second run"
+    VIEW = "view"
+    ENCODE = "encode"
+    DECODE = "decode"
+    READ_CODE = "read code"
+    RECORD_STATE = "record the generator's state"
+
+
+class Role(Enum):
+    """What a storage is there for."""
+
+    PARAMETER = "parameters"
+    BUFFER = "buffers"
+    BATCH = "batch"
+    CONSTANT = "constants"
+    KEPT = "kept activations"
+    CODE = "codes and states"
+    RECOMPUTED = "recomputed values"
+    GRADIENT = "gradients"
+    OUTPUT = "outputs"
+    TEMPORARY = "temporaries"
+
+
+INPUT_ROLES = {
+    InputKind.PARAMETER: Role.PARAMETER,
+    InputKind.BUFFER: Role.BUFFER,
+    InputKind.ARGUMENT: Role.BATCH,
+    InputKind.ATTRIBUTE: Role.CONSTANT,
+    InputKind.CONSTANT: Role.CONSTANT,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Life:
+    """A storage: `writers` and `readers` are positions, views left out; `content` is the value last written there."""
+
+    number: int
+    root: Value
+    content: Value
+    num_bytes: int
+    first: int  # -1 for inputs
+    last: int
+    is_freed: bool  # whether it goes before the step ends
+    writers: tuple[int, ...]
+    readers: tuple[int, ...]
+
+    @property
+    def num_nodes_alive(self) -> int:
+        """Operations during which it is there."""
+        return self.last - self.first + 1
+
+
+class Timeline:
+    """The lives of a Plan's storages, and the tasks of its operations."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.nodes = plan.nodes
+        self.tasks = _find_tasks(plan)
+        self.boundary = _find_boundary(plan, self.tasks)
+        self.lives = _find_lives(plan, self.tasks, self.boundary)
+        self.makers: dict[str, Node] = {}
+        for node in self.nodes:
+            for value in node.kept_outputs:
+                self.makers.setdefault(value.name, node)
+        storage = plan.tables.storage
+        self.inputs = {storage[item.value]: item for item in plan.program.inputs}
+        paths = {item.value: item.path for item in plan.program.inputs}
+        self.gradient_of = {
+            storage[item.value]: paths[item.input] for item in plan.program.gradients if item.value is not None
+        }
+
+    def original(self, value: Value) -> Value:
+        """The value of the Program before planning that this one repeats, or itself."""
+        return self.plan.repeats.get(value, value)
+
+    def life_of(self, value: Value) -> Life:
+        """The storage that a value lies in."""
+        return self.lives[self.plan.tables.storage[value]]
+
+    def content_before(self, life: Life, end: int) -> Value:
+        """What lies in a storage when the operation at `end` begins."""
+        written = [position for position in life.writers if position < end]
+        values = self.nodes[written[-1]].kept_outputs if written else ()
+        return next((value for value in values if self.life_of(value) is life), life.root)
+
+    def asker(self, position: int) -> Node:
+        """The operation of the forward pass whose derivative the operation at `position` computes, or that itself."""
+        node = self.nodes[position]
+        # The code's reader is derived from what it replaces; an encoding names the value it encodes.
+        return self.makers.get(node.origin.derived_from, node)
+
+    def duration_us(self, position: int) -> float:
+        """The predicted time of one operation."""
+        return self.plan.tables.duration_ns[position] / 1e3
+
+    @cached_property
+    def roles(self) -> dict[int, Role]:
+        """Of every storage, by its number."""
+        program = self.plan.program
+        storage = self.plan.tables.storage
+        outputs = {storage[value] for value in (*program.outputs, *(update.value for update in program.updates))}
+        roles = {number: INPUT_ROLES[item.kind] for number, item in self.inputs.items()}
+        for life in self.lives:
+            if life.number not in roles:
+                roles[life.number] = self._role(life, life.number in self.gradient_of, life.number in outputs)
+        return roles
+
+    def _role(self, life: Life, is_gradient: bool, is_output: bool) -> Role:
+        task = self.tasks[life.writers[0]] if life.writers else Task.FIRST_RUN
+        if is_gradient:
+            return Role.GRADIENT
+        if task in (Task.ENCODE, Task.RECORD_STATE):
+            return Role.CODE
+        if task in (Task.SECOND_RUN, Task.DECODE):
+            return Role.RECOMPUTED
+        if life.first < self.boundary and any(position >= self.boundary for position in life.readers):
+            return Role.KEPT
+        return Role.OUTPUT if is_output else Role.TEMPORARY
+
+
+def short_name(node: Node) -> str:
+    """`add` for `add_.Tensor`: which overload and whether in place is of no interest to a reader."""
+    name, _, overload = node.name.partition(".")
+    return f"{name.rstrip('_')}{' replayed' if overload.endswith('replayed') else ''}"
+
+
+def site_of(node: Node) -> Site:
+    """The operation and where it stands in the user's code."""
+    return Site(short_name(node), node.origin.module_path, node.origin.location)
+
+
+def describe(site: Site) -> str:
+    """`relu (features.1)`."""
+    where = site.layer or site.location
+    return f"{site.operation} ({where})" if where else site.operation
+
+
+def is_written_over(node: Node) -> bool:
+    """Whether the operation writes its result over its first argument."""
+    return shared_argument(node.target, node.inputs) is not None and not _is_view(node)
+
+
+def _is_view(node: Node) -> bool:
+    return bool(node.inputs) and (is_view(node.target) or isinstance(node.target, TakePart))
+
+
+def _find_tasks(plan: Plan) -> tuple[Task, ...]:
+    known = {item.value for item in (*plan.base.inputs, *plan.base.cotangents)}
+    known |= {value for node in plan.base.nodes for value in node.kept_outputs}
+    encoded: dict[Value, Value] = {}  # the code's value -> what it encodes
+    seen: set[int] = set()
+    tasks = []
+    for node, base in zip(plan.nodes, plan.bases, strict=True):
+        originals = [plan.repeats.get(value, value) for value in node.kept_outputs]
+        codes = [value for value in node.inputs if value in encoded]
+        if node.target is GENERATOR_STATE:
+            task = Task.RECORD_STATE
+        elif base >= 0 and originals and not any(value in known for value in originals):
+            task = Task.ENCODE
+            encoded |= {value: plan.repeats.get(node.inputs[0], node.inputs[0]) for value in node.kept_outputs}
+        elif codes:
+            is_decoded = any(encoded[code] in originals for code in codes)
+            task = Task.DECODE if is_decoded else Task.READ_CODE
+        elif _is_view(node):
+            task = Task.VIEW
+        else:
+            task = Task.SECOND_RUN if base in seen else Task.FIRST_RUN
+            seen |= {base} - {-1}
+        tasks.append(task)
+    return tuple(tasks)
+
+
+def _find_boundary(plan: Plan, tasks: tuple[Task, ...]) -> int:
+    """The position of the first operation of the backward pass; a step that is one function does not say it itself."""
+    if plan.program.num_forward_nodes < len(plan.nodes):
+        return plan.program.num_forward_nodes
+    for position, (node, task) in enumerate(zip(plan.nodes, tasks, strict=True)):
+        if node.origin.derived_from and task in (Task.FIRST_RUN, Task.READ_CODE):
+            return position
+    return len(plan.nodes)
+
+
+def _find_lives(plan: Plan, tasks: tuple[Task, ...], boundary: int) -> tuple[Life, ...]:
+    storage, sizes = plan.tables.storage, plan.tables.storage_bytes
+    end = len(plan.nodes)
+    first, last = [-1] * len(sizes), [end - 1] * len(sizes)
+    roots: list[Value | None] = [None] * len(sizes)
+    contents: list[Value | None] = [None] * len(sizes)
+    writers: list[list[int]] = [[] for _ in sizes]
+    readers: list[list[int]] = [[] for _ in sizes]
+    for item in (*plan.program.inputs, *plan.program.cotangents):
+        roots[storage[item.value]] = contents[storage[item.value]] = item.value
+    for item in plan.program.cotangents:
+        first[storage[item.value]] = min(boundary, end - 1)
+    for position, node in enumerate(plan.nodes):
+        is_view_only = tasks[position] is Task.VIEW
+        for value in () if is_view_only else node.inputs:
+            readers[storage[value]].append(position)
+        for value in node.kept_outputs:
+            number = storage[value]
+            if roots[number] is None:
+                roots[number], first[number] = value, position
+            if not is_view_only:
+                contents[number] = value
+                writers[number].append(position)
+    freed = {number: position for position, numbers in enumerate(plan.tables.frees) for number in numbers}
+    return tuple(
+        Life(
+            number=number,
+            root=root or _missing(number),
+            content=contents[number] or root or _missing(number),
+            num_bytes=sizes[number],
+            first=first[number],
+            last=freed.get(number, last[number]),
+            is_freed=number in freed,
+            writers=tuple(dict.fromkeys(writers[number])),
+            readers=tuple(dict.fromkeys(readers[number])),
+        )
+        for number, root in enumerate(roots)
+    )
+
+
+def _missing(number: int) -> Value:
+    raise PlanError(f"storage {number} of the plan's tables is made by no operation and is no input")

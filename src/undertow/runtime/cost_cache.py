@@ -1,0 +1,59 @@
+"""Measured costs on disk, one file per machine and version, under the user's cache folder.
+
+A cache is a convenience: one that cannot be read is measured anew, one that cannot be written is reported and left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import warnings
+from pathlib import Path
+
+import torch
+
+from undertow.ir.cost import Cost
+
+MAX_FILE_BYTES = 64 << 20  # a file from elsewhere is not read without end
+
+
+def cache_path(device: torch.device) -> Path:
+    """The file for this machine, device, number of threads and version of PyTorch."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    identity = f"{name}|{torch.get_num_threads()}|{torch.__version__}"
+    return Path(root) / "undertow" / f"costs-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line for line in lines if line.startswith("model name")).strip()
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def load_costs(path: Path) -> dict[str, Cost]:
+    """The costs in a file; none if there is no such file, or nothing sensible in it."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return {}
+        data = json.loads(path.read_text())
+        return {str(key): Cost(int(duration), int(workspace)) for key, (duration, workspace) in data.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def save_costs(path: Path, costs: dict[str, Cost]) -> None:
+    """Write a new file and rename it, so that a reader never sees half of one."""
+    text = json.dumps({key: (cost.duration_ns, cost.workspace_bytes) for key, cost in sorted(costs.items())})
+    fresh = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(text)
+        os.replace(fresh, path)
+    except OSError as error:
+        warnings.warn(f"measured costs could not be kept in {path}: {error}; planning goes on", stacklevel=2)
+        fresh.unlink(missing_ok=True)
