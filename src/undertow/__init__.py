@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from undertow.api.functional import value_and_grad as value_and_grad
     from undertow.api.functional import vjp as vjp
     from undertow.api.inspection import inspect as inspect
+    from undertow.api.measuring import measure as measure
     from undertow.api.planning import plan as plan
     from undertow.api.traces import trace as trace
+    from undertow.api.training import train_step as train_step
 
 _HOMES = {
     "check_gradients": "checks",
@@ -33,9 +35,11 @@ _HOMES = {
     "hessian": "functional",
     "hvp": "functional",
     "inspect": "inspection",
+    "measure": "measuring",
     "numerical_gradient": "checks",
     "plan": "planning",
     "trace": "traces",
+    "train_step": "training",
     "value_and_grad": "functional",
     "vjp": "functional",
 }

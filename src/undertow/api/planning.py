@@ -25,7 +25,7 @@ from undertow.ir import Plan, Program
 from undertow.ops.cleaning import remove_unused
 from undertow.ops.shape_only import forget_shape_only_reads
 from undertow.ops.tables import make_plan
-from undertow.runtime.planned import Runner, differentiable_outputs, make_planned
+from undertow.runtime.planned import Runner, differentiable_outputs, guess_pattern, make_planned
 from undertow.runtime.step import Pattern
 
 
@@ -64,7 +64,7 @@ class RunnerMaker:
     terms: Terms
 
     def __call__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> Runner:
-        return Runner(module, forward, capture, partial(self.plan_step, module), place_of)
+        return Runner(module, forward, capture, partial(self.plan_step, module), place_of, guess_pattern)
 
     def plan_step(self, module: torch.nn.Module, program: Program, pattern: Pattern) -> Plan:
         """The plan for gradients from the outputs marked in `pattern`."""

@@ -119,12 +119,6 @@ class CaptureRecorder(Recorder):
         """Give the last node one more output."""
         self.nodes[-1] = replace(self.nodes[-1], outputs=(*self.nodes[-1].outputs, value))
 
-    def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor with the type of a real one."""
-        with self.on_fakes():
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        return fake.requires_grad_(tensor.requires_grad)
-
     @staticmethod
     def is_fake(outputs: Sequence[Any]) -> bool:
         """Whether any of the tensors has no data."""

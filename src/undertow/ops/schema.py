@@ -5,6 +5,7 @@ Everything is read from the schema and the tags, except `_UNDECLARED_MUTATIONS`,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,8 +24,37 @@ _UNDECLARED_MUTATIONS = {
 }
 
 
-# Fake kernels that keep the strides of their input where the real ones do not (torch 2.13, CPU).
-CONTIGUOUS_OUTPUTS = {aten.log_sigmoid_forward.default}
+# Whose fake kernels tell other sizes or strides than the real ones give (torch 2.13, CPU): oneDNN's workspace has no
+# bytes there, and these keep or drop the strides of permuted arguments. Their types are found by running them.
+_FAKE_SIZES_DIFFER = {aten.mkldnn_rnn_layer.default}
+_FAKE_STRIDES_DIFFER = {
+    aten.log_sigmoid_forward.default,
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._weight_norm_interface.default,
+    aten.rrelu_with_noise.default,
+    aten.copysign.Tensor,
+    aten.div.Tensor_mode,
+    aten.ldexp.Tensor,
+    aten.logaddexp.default,
+    aten.logaddexp2.default,
+    aten.pow.Scalar,
+    aten.xlogy.Tensor,
+    aten.channel_shuffle.default,
+    aten.index.Tensor,
+    aten.max_unpool2d.default,
+    aten.reflection_pad3d.default,
+    aten.replication_pad3d.default,
+    aten.nll_loss2d_forward.default,
+}
+
+
+def is_type_found_by_running(target: OpOverload, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether fake tensors cannot be trusted with the outputs' types of this call."""
+    if target in _FAKE_SIZES_DIFFER:
+        return True
+    return target in _FAKE_STRIDES_DIFFER and any(not tensor.is_contiguous() for tensor in tensors)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from undertow.errors import CaptureError
 from undertow.ir import Node, Origin, TensorType, Value, operation_name
+from undertow.ops.modes import below_autograd
 from undertow.ops.own import REPLACE_VALUE, RESTRIDE, WRITE_VIEW, Mutating
 from undertow.ops.registry import bind_arguments, find_op
-from undertow.ops.schema import CONTIGUOUS_OUTPUTS, flatten_outputs, functional_of, is_mutated, schema_of
+from undertow.ops.schema import flatten_outputs, functional_of, is_mutated, is_type_found_by_running, schema_of
 from undertow.ops.traced_tensor import Alias, Storage, TracedTensor
 from undertow.ops.views import TakePart, ViewStep, write_through
 
@@ -135,13 +136,28 @@ class Recorder(TorchDispatchMode):
         try:
             with self.fake_mode:
                 result = func(*fake_args, **fake_kwargs)
-                if func in CONTIGUOUS_OUTPUTS:
-                    result = map_tensors(result, torch.Tensor.contiguous)
+            if is_type_found_by_running(func, self._cpu_tensors((fake_args, tuple(fake_kwargs.values())))):
+                result = self._run_on_zeros(func, fake_args, fake_kwargs)
         except Exception as error:
             result = self.run_for_types(func, args, kwargs, error)
             if not isinstance(result, torch.Tensor | tuple | list):
                 return result
         return self._record(func, args, kwargs, result)
+
+    def _cpu_tensors(self, arguments: Any) -> list[torch.Tensor]:
+        return [tensor for tensor in flatten_outputs(arguments) if tensor is not None and tensor.device.type == "cpu"]
+
+    def _run_on_zeros(self, func: OpOverload, fake_args: Any, fake_kwargs: dict[str, Any]) -> Any:
+        """Fakes with the types that the real kernel gives."""
+        with _disable_current_modes(), below_autograd():
+            args, kwargs = map_tensors((fake_args, fake_kwargs), _zeros_like)
+            return map_tensors(func(*args, **kwargs), self.fake_like)
+
+    def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor with the type of a real one."""
+        with self.on_fakes():
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return fake.requires_grad_(tensor.requires_grad)
 
     def emit(self, target: Any, args: Any, kwargs: dict[str, Any], fakes: Sequence[torch.Tensor | None]) -> list[Any]:
         """Append a node whose outputs have the types of `fakes`; returns its output Values."""
@@ -346,6 +362,10 @@ class Namer:
             name = f"{stem}_{self._counts[stem]}"
             if name not in self._taken:
                 return name
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
 
 
 def map_tensors(arguments: Any, change: Callable[[torch.Tensor], Any]) -> Any:

@@ -54,14 +54,66 @@ class UpdateParameter:
         return f"update_{type(self.optimizer).__name__.lower()}"
 
 
+@dataclass(frozen=True, eq=False)
+class DeliverGradient:
+    """Gives a finished gradient to its parameter, as autograd's accumulation does."""
+
+    parameter: torch.nn.Parameter = field(repr=False)
+    has_effect = True
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        known = self.parameter.grad
+        self.parameter.grad = gradient if known is None else known.add_(gradient)
+
+    def __str__(self) -> str:
+        return "deliver_gradient"
+
+
+@dataclass(eq=False)
+class StepAfterwards:
+    """The optimizer's own step, when all gradients are there: after clipping, or at every so many calls."""
+
+    optimizer: torch.optim.Optimizer = field(repr=False)
+    clip_norm: float | None
+    accumulate: int
+    num_calls: int = 0
+    has_effect = True
+
+    def __call__(self, parameters: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+        self.num_calls += 1
+        if self.num_calls % self.accumulate:
+            return
+        if self.clip_norm is not None:
+            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def overwrites(self, node: Node) -> tuple[Value, ...]:
+        """All parameters."""
+        return node.args[0]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Two temporaries of the largest parameter: Adam makes a denominator and its square root."""
+        sizes = [parameter.nbytes for group in self.optimizer.param_groups for parameter in group["params"]]
+        return 2 * max(sizes)
+
+    def __str__(self) -> str:
+        return f"step_{type(self.optimizer).__name__.lower()}"
+
+
+UPDATES = (UpdateParameter, DeliverGradient, StepAfterwards)
+
+
 def _step_one(
     optimizer: torch.optim.Optimizer, group_index: int, parameter: torch.nn.Parameter, gradient: torch.Tensor
 ) -> None:
     single = copy.copy(optimizer)
     single.param_groups = [{**optimizer.param_groups[group_index], "params": [parameter]}]
     # The user's hooks belong to a whole step and run once around it.
-    single._optimizer_step_pre_hooks = OrderedDict()  # type: ignore[attr-defined]
-    single._optimizer_step_post_hooks = OrderedDict()  # type: ignore[attr-defined]
+    single._optimizer_step_pre_hooks = OrderedDict()
+    single._optimizer_step_post_hooks = OrderedDict()
     before, parameter.grad = parameter.grad, gradient
     try:
         type(optimizer).step(single)

@@ -21,7 +21,7 @@ from undertow.planner.moves import draw, draw_unit, drop_run, drop_useless, reru
 from undertow.planner.sequence import commit, roll_back, write_schedule
 
 WINDOW = 100  # moves between two adjustments of the price
-# Indices into the `numbers` of the search, which live across calls.
+# Indices into the `record` of a search, which lives across calls.
 PRICE, BEST_TIME, BEST_RUNS = range(3)
 NUM_RECORDS = 3
 

@@ -10,10 +10,10 @@ Kinds the targets need are *required*; `m` is necessarily before `k` when `k` ne
 cannot be made again although a later required kind reads it are held together.
 
 *Time.* Choose moments: the first runs of required kinds m_1, ..., m_T whose order is known (fixed order: any; free
-order: each necessarily before the next). They cut every schedule into stages 0..T. With run[j,k] = 1 when kind k runs in
-stage j, hold[j,v] = 1 when value v is held, and not written, at moment j, and from[j,k] = 1 when k runs in stage j or
-later, every schedule satisfies the constraints built below, each with its sentence. The linear relaxation is solved by
-HiGHS; what is reported is not its objective but the weak-duality value of its multipliers y >= 0, clipped and summed
+order: each necessarily before the next). They cut every schedule into stages 0..T. With run[j,k] = 1 when kind k runs
+in stage j, hold[j,v] = 1 when value v is held, and not written, at moment j, and from[j,k] = 1 when k runs in stage j
+or later, every schedule satisfies the constraints built below, each with its sentence. The linear relaxation is solved
+by HiGHS; what is reported is not its objective but the weak-duality value of its multipliers y >= 0, clipped and summed
 again here: for  min c.x, A.x <= b, 0 <= x <= 1  it is
 -b.y + sum(min(0, c + A'.y)), a bound for every y, so that a wrong answer of the solver could only weaken it.
 

@@ -18,7 +18,8 @@ from undertow.planner.instance import Instance, Int64s, replay
 from undertow.planner.search import Solution, minimum_peak, search
 
 NUM_LEVELS = 24
-# Moves per level and kind: on GPT-2 (900 kinds, half of the way to the minimum) 100 give 1.2 % extra time, 1,000 give 1.0 %.
+# Moves per level and kind: on GPT-2 (900 kinds, half of the way to the minimum) 100 give 1.2 % extra time, 1,000 give
+# 1.0 %.
 MOVES_PER_KIND = 250
 FEWEST_MOVES, MOST_MOVES = 20_000, 1_500_000
 

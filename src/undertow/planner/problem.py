@@ -21,6 +21,7 @@ from undertow.ops.alternatives import Alternative, Role
 from undertow.ops.lifetimes import find_lifetimes, is_dense, shared_argument
 from undertow.ops.own import GENERATOR_STATE_BYTES, Mutating, OwnOperation, has_effect, is_random, overwrites
 from undertow.ops.reuse import inplace_target
+from undertow.ops.updates import UPDATES, StepAfterwards
 from undertow.planner.instance import Instance, make_instance
 
 BOUNDARY = -1  # between the passes: the user's code takes the outputs and brings the cotangents
@@ -58,6 +59,7 @@ class _Builder:
         self.lifetimes = find_lifetimes(program)
         self.inputs = {item.value for item in program.inputs}
         self.overwritten = _overwritten_inputs(program)
+        self.updated: list[int] = []  # one token per update: all of them have to run
         self.index: dict[Value | str, int] = {}
         self.sizes: list[int] = []
         self.kinds: list[Kind] = []
@@ -74,14 +76,17 @@ class _Builder:
                 continue
             token = self._value(f"effect {position}", 0) if has_effect(node.target) else None
             order.append(self._add_node(position, node, token, last_effect))
-            last_effect = token if token is not None else last_effect
+            # Draws and guards keep their order; an update comes after them and is bound by nothing else.
+            if token is not None and isinstance(node.target, UPDATES):
+                self.updated.append(token)
+            elif token is not None:
+                last_effect = token
         for alternative in alternatives:
             self._add_alternative(alternative)
         ends = [*self.program.outputs, *(update.value for update in self.program.updates)]
         ends += [gradient.value for gradient in self.program.gradients if gradient.value is not None]
         targets = {self._storage(value) for value in ends} - {None}
-        if last_effect is not None:
-            targets.add(last_effect)
+        targets.update(self.updated if last_effect is None else [*self.updated, last_effect])
         reads, writes, destroys, costs, repeats, reuse = zip(*self.rows, strict=True)
         instance = make_instance(
             self.sizes,
@@ -123,6 +128,8 @@ class _Builder:
             reads += [last_effect] if last_effect is not None else []
         if is_random(node.target):
             writes.append(self._value(f"state {position}", GENERATOR_STATE_BYTES))
+        if isinstance(node.target, StepAfterwards):
+            reads += self.updated  # gradients must have been delivered
         destroys = [self.index[value] for value in overwrites(node) if value in self.index]
         can_repeat = token is None and not destroys and isinstance(node.target, OpOverload | Mutating | OwnOperation)
         row = (reads, writes, destroys, self.cost_of(node), can_repeat, self._reuse(node))
@@ -165,6 +172,8 @@ class _Builder:
             return (-1, -1)
         root = self.lifetimes.root[node.args[0]]
         if root not in self.lifetimes.owned or not is_dense(root):
+            return (-1, -1)
+        if sum(self.lifetimes.root[value] is root for value in node.inputs) > 1:
             return (-1, -1)
         source, result = self._storage(node.args[0]), self._storage(node.kept_outputs[0])
         return (-1, -1) if source is None or result is None else (source, result)

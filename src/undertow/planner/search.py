@@ -3,7 +3,8 @@
 In: an `Instance`, a budget, an order mode, starting schedules. Out: `Solution`, replayed by the slow reference
 before it is returned, or None when no schedule within the budget was found.
 
-The search anneals (see `annealing`) from every starting schedule, then once more, cooler, from the best found.
+The search anneals (see `annealing`) from every starting schedule (the base order, when none is given), then once more
+from the best found.
 Deterministic: the work is counted in moves; `time_limit_s` only ends a search that takes far longer than expected, and
 then the result depends on the machine.
 """
@@ -23,13 +24,17 @@ from undertow.planner.bounds import lower_bound_peak
 from undertow.planner.instance import Instance, Int64s, check_first_runs_in_order, replay
 from undertow.planner.sequence import current_schedule, make_sequence
 
-# Temperatures in mean durations of a kind. On the public graphs one long cycle from hot beats many short ones. A search with few moves per kind cannot cool down from that, and starts warm.
+# Temperatures in mean durations of a kind. On the public graphs one long cycle from hot beats many short ones; a search
+# with few moves per kind cannot cool down from that, and starts warm.
 HOT, WARM, COLD = 10.0, 0.5, 0.02
 HOT_MOVES_PER_KIND = 40_000
 # Moves of a whole search: enough for small instances to settle, fewer for large ones, where a move costs more.
-MOVES_PER_KIND, MOVES_TIMES_KINDS = 40_000, 10_000_000_000
-FEWEST_MOVES, MOST_MOVES = 800_000, 20_000_000
-LAST_CYCLE_SHARE = 4  # one part in so many is left for a last, cool cycle from the best schedule
+MOVES_PER_KIND, MOVES_TIMES_KINDS_SQUARED = 40_000, 10**13
+FEWEST_MOVES, MOST_MOVES = 800_000, 25_000_000
+# Of these moves: a long cycle, one that starts over without melting (better where few re-runs are needed), and a last
+# one from the best schedule.
+HOT_SHARE, WARM_SHARE, LAST_SHARE = 0.6, 0.2, 0.2
+ANY_TIME = 2.0**62  # a goal that any schedule within the budget meets
 CHUNKS_PER_CYCLE = 16  # the clock and the goal are looked at in between
 # Relative change of the price per window of moves; short searches take larger steps, so that the price can still rise
 # by a factor of 10**4 (from "hardly matters" to "must fit") in an eighth of their windows.
@@ -103,7 +108,7 @@ def _solution(
 def default_moves(instance: Instance) -> int:
     """Moves of a whole search, by the size of the instance."""
     num_kinds = max(1, instance.num_kinds)
-    return min(MOST_MOVES, MOVES_PER_KIND * num_kinds, max(FEWEST_MOVES, MOVES_TIMES_KINDS // num_kinds))
+    return min(MOST_MOVES, MOVES_PER_KIND * num_kinds, max(FEWEST_MOVES, MOVES_TIMES_KINDS_SQUARED // num_kinds**2))
 
 
 def search(
@@ -123,16 +128,16 @@ def search(
     annealer = _Annealer(instance, budget_bytes, is_fixed_order, seed, deadline_s)
     goal_time = float(lower_bound_time)
     hot = HOT * num_moves / (HOT_MOVES_PER_KIND * max(1, instance.num_kinds))
+    hot = min(HOT, max(WARM, hot))
     # A starting schedule that was worth giving is not worth melting.
-    hot = WARM if len(starts) else min(HOT, max(WARM, hot))
-    schedules = [np.asarray(start, np.int64) for start in starts] or [instance.order]
-    num_last = num_moves // LAST_CYCLE_SHARE
-    for start in schedules:
-        current = annealer.cycle(start, (num_moves - num_last) // len(schedules), hot, goal_time)
+    given_share = (HOT_SHARE + WARM_SHARE) / max(1, len(starts))
+    cycles = [(np.asarray(start, np.int64), given_share, WARM) for start in starts]
+    for start, share, temperature in cycles or [(instance.order, HOT_SHARE, hot), (instance.order, WARM_SHARE, WARM)]:
+        current = annealer.cycle(start, int(share * num_moves), temperature, goal_time)
         if annealer.is_finished(goal_time):
             break
     else:
-        annealer.cycle(current, num_last, WARM, goal_time)
+        annealer.cycle(current, int(LAST_SHARE * num_moves), WARM, goal_time)
     if annealer.best is None:
         return None
     return _solution(instance, annealer.best, budget_bytes, is_fixed_order, annealer.num_moves)
@@ -150,7 +155,7 @@ def minimum_peak(
 ) -> Solution:
     """The schedule of the smallest peak found: bisection between the proved bound and the best peak so far."""
     deadline_s = time.perf_counter() + time_limit_s
-    num_moves = num_moves if num_moves is not None else default_moves(instance) // 16
+    num_moves = num_moves if num_moves is not None else default_moves(instance) // 8
     candidates = [np.asarray(start, np.int64) for start in starts] or [instance.order]
     best = min(
         (_solution(instance, start, 2**62, is_fixed_order, 0) for start in candidates), key=lambda s: s.peak_bytes
@@ -161,7 +166,7 @@ def minimum_peak(
         middle = (best.peak_bytes + low) // 2
         annealer = _Annealer(instance, middle, is_fixed_order, seed + total_moves, deadline_s)
         annealer.record[PRICE] *= 100.0  # time hardly matters here
-        annealer.cycle(best.schedule, num_moves, WARM, math.inf)
+        annealer.cycle(best.schedule, num_moves, WARM, ANY_TIME)
         total_moves += annealer.num_moves
         if annealer.best is None:
             low = middle

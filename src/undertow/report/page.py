@@ -32,7 +32,7 @@ from undertow.report.page_tables import (
     measured_table,
     peak_table,
 )
-from undertow.report.peak import Holding
+from undertow.report.peak import WORKSPACE, Holding
 from undertow.report.plan_summary import fits, verdict
 from undertow.report.reasons import find_decisions
 from undertow.report.timeline import Timeline, short_name
@@ -169,22 +169,22 @@ def _moments(plan: Plan, timeline: Timeline, picture: Picture) -> dict[str, Any]
                 "duration": format_us(timeline.duration_us(position)),
             }
         )
-    return {"num_nodes": len(plan.nodes), "columns": columns, "bands": [_band(band, plan) for band in picture.bands]}
+    bands = picture.bands if columns else ()
+    return {"num_nodes": len(plan.nodes), "columns": columns, "bands": [_band(band) for band in bands]}
 
 
-def _band(band: Band, plan: Plan) -> dict[str, Any]:
+def _band(band: Band) -> dict[str, Any]:
     if band.value is not None:
         return {"label": band.label, "size": band.value.num_bytes, "value": _value(band.value)}
-    if band.label in plan.held and not band.members:
-        size = max(band.sizes, default=0)
-        return {"label": band.label, "size": size, "why": "held during the whole step"}
+    if band.is_held:
+        return {"label": band.label, "size": band.sizes[0], "why": "held during the whole step"}
     found = {
         "label": band.label,
         "where": band.where,
         "sizes": band.sizes,
         "members": [_value(item) for item in band.members],
     }
-    return found if band.members else found | {"why": "what the kernel allocates for itself while it runs"}
+    return found | ({"why": "what the kernel allocates for itself while it runs"} if band.label == WORKSPACE else {})
 
 
 def _value(item: Holding) -> dict[str, Any]:

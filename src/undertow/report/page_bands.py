@@ -32,13 +32,14 @@ RUN_SHARE = 1 / 32  # of the peak
 class Band:
     """`sizes` are bytes at each column; `members` are the values of a band that has no value of its own.
 
-    `where` says from which layers they come.
+    `where` says from which layers they come. What `is_held` is there throughout.
     """
 
     label: str
     sizes: tuple[int, ...]
     value: Holding | None = None
     where: str = ""
+    is_held: bool = False
     members: tuple[Holding, ...] = ()
 
 
@@ -55,7 +56,7 @@ def make_picture(timeline: Timeline) -> Picture:
     """The bands of a plan."""
     plan = timeline.plan
     columns = _choose_columns(plan.live_bytes, timeline.boundary)
-    bands = [Band(name, (size,) * len(columns)) for name, size in plan.held.items() if size]
+    bands = [Band(name, (size,) * len(columns), is_held=True) for name, size in plan.held.items() if size]
     dynamic = [life for life in timeline.lives if timeline.roles[life.number] not in INPUT_ROLES.values()]
     smallest = plan.peak_bytes * SMALLEST_SHARE
     visible = [life for life in dynamic if life.num_bytes >= smallest]
@@ -69,7 +70,7 @@ def make_picture(timeline: Timeline) -> Picture:
         for run in _split(small, plan.peak_bytes) if role in SPLIT else [small]:
             if any(life.num_bytes for life in run):
                 members = tuple(holding(timeline, life) for life in run if life.number in named and life.num_bytes)
-                sizes, where = _sum_sizes(run, columns, len(plan.nodes)), _name_layers(members)
+                sizes, where = _sum_sizes(run, columns, len(plan.nodes)), _name_layers(timeline, run)
                 bands.append(Band(role.value, sizes, where=where, members=members))
         bands += [
             Band(role.value, _sum_sizes([life], columns, len(plan.nodes)), value=holding(timeline, life))
@@ -96,10 +97,10 @@ def _split(lives: Sequence[Life], peak_bytes: int) -> Iterator[list[Life]]:
     yield run
 
 
-def _name_layers(members: Sequence[Holding]) -> str:
-    """The layers that a band spans, in the order of the step."""
-    layers = list(dict.fromkeys(item.made_by.layer or "(model)" for item in members))
-    return " to ".join(layers) if len(layers) <= 2 else f"{layers[0]} to {layers[-1]}"
+def _name_layers(timeline: Timeline, lives: Sequence[Life]) -> str:
+    """The first and the last layer that a band has values of, in the order of the step."""
+    layers = dict.fromkeys(holding(timeline, life).made_by.layer or "(model)" for life in (lives[0], lives[-1]))
+    return " to ".join(layers)
 
 
 def _choose_columns(live_bytes: Sequence[int], boundary: int) -> tuple[int, ...]:

@@ -192,6 +192,8 @@ def draw_curve(
         x = place((plan.budget_bytes, low_us))[0]
         parts.append(f'<path class="budget" d="M{x:.1f} {TOP}V{floor}"/>')
         parts.append(_text(x + 6, TOP + 12, "budget", "budget-label", "start"))
+    parts.append(_text(LEFT - 10, TOP - 14, "time of a step", "tick", "start"))
+    parts.append(_text(WIDTH - RIGHT, floor + 38, "peak memory", "tick", "end"))
     line = "L".join(f"{x:.1f} {y:.1f}" for x, y in map(place, points))
     parts.append(f'<path class="line" d="M{line}"/>' if len(points) > 1 else "")
     parts += [_dot(place(point), point, "point", "") for point in points]

@@ -27,8 +27,8 @@ h3{font-size:15px;margin:26px 0 8px}
 p{margin:0 0 12px;max-width:76ch}.note{color:var(--soft);font-size:14px}
 .verdict{font-size:17px;margin:0}.verdict b.good{color:var(--good)}.verdict b.bad{color:var(--bad)}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(168px,1fr));gap:1px;margin:26px 0 0;padding:0;
-background:var(--faint);border:1px solid var(--faint);border-radius:10px;overflow:hidden}
-.tiles div{background:var(--raised);padding:14px 18px}
+background:var(--raised);border:1px solid var(--faint);border-radius:10px;overflow:hidden}
+.tiles div{box-shadow:0 0 0 1px var(--faint);padding:14px 18px}
 .tiles dt{color:var(--soft);font-size:13px}
 .tiles dd{margin:2px 0 0;font-size:22px;font-weight:600;letter-spacing:-.01em;font-variant-numeric:tabular-nums}
 .tiles dd small{display:block;font-size:13px;font-weight:400;color:var(--soft);letter-spacing:0}
@@ -52,7 +52,7 @@ stroke-width:4px;stroke-linejoin:round}
 .legend{display:flex;flex-wrap:wrap;gap:4px 20px;list-style:none;margin:12px 6px 0;padding:0;font-size:13px;
 color:var(--soft)}
 .legend i,td i{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}
-.table{overflow-x:auto;margin:10px 0 0}
+.table{overflow-x:auto;margin:10px 0 0}.table+.note{margin-top:10px}
 table{border-collapse:collapse;width:100%;font-size:14px}
 th{text-align:left;font-weight:600;font-size:13px;color:var(--soft);white-space:nowrap}
 th,td{padding:6px 14px 6px 0;border-bottom:1px solid var(--faint);vertical-align:top}

@@ -176,14 +176,14 @@ def measured_table(plan: Plan, measured: Any, process_bytes: int | None) -> str:
     """Predicted beside measured, and the process's own memory beside that."""
     rows: list[tuple[str, ...]] = []
     pairs = (
-        ("peak memory", float(plan.peak_bytes), None if measured is None else float(measured.peak_bytes), format_bytes),
+        ("peak memory", float(plan.peak_bytes), None if measured is None else float(measured.peak_bytes), _exact_bytes),
         ("time of a step", plan.step_us, None if measured is None else measured.step_s * 1e6, format_us),
     )
     for name, predicted, found, show in pairs:
         difference = f"{found / predicted - 1:+.2%}" if found is not None and predicted else "-"
         rows.append((name, show(predicted), "not measured" if found is None else show(found), difference))
     if plan.budget_bytes is not None:
-        rows.append(("budget", format_bytes(plan.budget_bytes), "", ""))
+        rows.append(("budget", _exact_bytes(plan.budget_bytes), "", ""))
     process = "not measured" if process_bytes is None else format_bytes(process_bytes)
     rows.append(("memory of the whole process", "", process, ""))
     kinds = ("", "number", "number", "number")
@@ -193,6 +193,10 @@ def measured_table(plan: Plan, measured: Any, process_bytes: int | None) -> str:
     )
     found = table(("", "predicted", "measured", "difference"), rows, kinds, is_narrow=True)
     return found + (note if process_bytes is not None else "")
+
+
+def _exact_bytes(num_bytes: float) -> str:
+    return f"{format_bytes(num_bytes)} ({num_bytes:,.0f} B)"
 
 
 def curve_table(curve: Sequence[tuple[float, float]]) -> str:

@@ -109,12 +109,13 @@ def _why(timeline: Timeline, life: Life, role: Role) -> str:
         return "handed to the user when the step ends"
     if last_reader is None:
         return "a result that nothing reads: gone after the operation that makes it"
-    askers = dict.fromkeys(
-        describe(site_of(timeline.asker(position))) for position in life.readers if position >= timeline.boundary
-    )
     if role is Role.KEPT:
-        return f"kept: the derivative of {list_names(list(askers))} reads it, last at operation {last_reader}"
-    if timeline.tasks[life.writers[0]] is Task.RECORD_STATE if life.writers else False:
+        late = [position for position in life.readers if position >= timeline.boundary]
+        names = list_names(list(dict.fromkeys(describe(site_of(timeline.asker(position))) for position in late)))
+        if timeline.is_source(life):
+            return f"kept: {names} runs again from it, last at operation {last_reader}"
+        return f"kept: the derivative of {names} reads it, last at operation {last_reader}"
+    if role is Role.CODE and timeline.tasks[life.writers[0]] is Task.RECORD_STATE:
         return f"the generator's state, under which {reader} runs again at operation {last_reader}"
     if role is Role.CODE:
         return f"held in place of something larger until {reader} reads it at operation {last_reader}"

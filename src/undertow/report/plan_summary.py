@@ -20,6 +20,7 @@ from undertow.report.reasons import find_decisions
 MAX_LAYERS = 40
 MAX_SENTENCES = 10
 LAYER_COLUMNS = 36
+NAME_COLUMNS = 26
 
 
 def print_plan(plan: Plan, cannot_see: Sequence[str] = ()) -> str:
@@ -161,8 +162,8 @@ def _peak_table(peak: Peak) -> str:
 def _largest(holdings: Sequence[Holding]) -> str:
     rows: list[tuple[str, ...]] = [("largest values at the peak", "bytes", "what", "layer", "where")]
     for item in holdings:
-        layer = cut_middle(item.made_by.layer or "(model)", LAYER_COLUMNS - 14)
-        name = cut_middle(f"%{item.value}", LAYER_COLUMNS - 14)
+        layer = cut_middle(item.made_by.layer or "(model)", NAME_COLUMNS - 4)
+        name = cut_middle(f"%{item.value}", NAME_COLUMNS)
         rows.append((name, format_bytes(item.num_bytes), item.role.value, layer, item.made_by.location))
     return align(rows, "<><<<")
 

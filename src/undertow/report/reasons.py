@@ -80,9 +80,10 @@ class _Finder:
             maker = max(position for position in life.writers if position < timeline.boundary)
             askers = self._askers(position for position in life.readers if position >= timeline.boundary)
             recompute_us = timeline.duration_us(maker)
-            reason = Reason.IS_OUTPUT if life in outputs else self._reason_to_keep(life)
+            is_source = timeline.is_source(life)
+            reason = Reason.RECOMPUTATION_READS_IT if is_source else Reason.DERIVATIVE_READS_IT
+            reason = Reason.IS_OUTPUT if life in outputs else reason
             names = list_names([describe(site) for site in askers])
-            is_source = reason is Reason.RECOMPUTATION_READS_IT
             sentence = f"held during {life.num_nodes_alive} operations because "
             sentence += f"{names} runs again from it" if is_source else f"the derivative of {names} reads it"
             sentence += "; the user gets it anyway" if reason is Reason.IS_OUTPUT else ""
@@ -268,10 +269,6 @@ class _Finder:
                 f"{format_bytes(together - budget)} over the budget of {limit}"
             )
         return Reason.NOT_FORCED, f"the budget alone does not force this, its {size} would fit"
-
-    def _reason_to_keep(self, life: Life) -> Reason:
-        tasks = {self.timeline.tasks[position] for position in life.readers if position >= self.timeline.boundary}
-        return Reason.RECOMPUTATION_READS_IT if tasks == {Task.SECOND_RUN} else Reason.DERIVATIVE_READS_IT
 
     def _task_of(self, life: Life) -> Task | None:
         return self.timeline.tasks[life.writers[0]] if life.writers else None

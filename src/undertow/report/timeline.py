@@ -113,6 +113,10 @@ class Timeline:
         values = self.nodes[written[-1]].kept_outputs if written else ()
         return next((value for value in values if self.life_of(value) is life), life.root)
 
+    def is_source(self, life: Life) -> bool:
+        """Whether the backward pass reads a storage only to run something again."""
+        return {self.tasks[position] for position in life.readers if position >= self.boundary} == {Task.SECOND_RUN}
+
     def asker(self, position: int) -> Node:
         """The operation of the forward pass whose derivative the operation at `position` computes, or that itself."""
         node = self.nodes[position]

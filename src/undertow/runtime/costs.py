@@ -20,6 +20,7 @@ from undertow.ir.cost import Cost, signature
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import GUARDS, is_view
 from undertow.ops.schema import flatten_outputs
+from undertow.ops.updates import DeliverGradient, StepAfterwards
 from undertow.ops.work import work_of
 
 # Repeat until this much time is spent on an operation. The least time counts: others are disturbed ones.
@@ -41,7 +42,7 @@ def model_cost(node: Node) -> Cost:
         return Cost(0, 0)
     work = work_of(node)
     busy = max(work.flops / MODEL_FLOPS_PER_NS, work.moved_bytes / MODEL_BYTES_PER_NS)
-    return Cost(int(busy) + MODEL_CALL_NS, 0)
+    return Cost(int(busy) + MODEL_CALL_NS, getattr(node.target, "workspace_bytes", 0))
 
 
 def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], progress: Progress) -> int:
@@ -62,7 +63,7 @@ def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], progress: Progr
 
 
 def _can_run_alone(node: Node) -> bool:
-    if is_view(node.target) or node.target in GUARDS:
+    if is_view(node.target) or node.target in GUARDS or isinstance(node.target, DeliverGradient | StepAfterwards):
         return False
     return not any(isinstance(value.type, OpaqueType) for value in (*node.inputs, *node.kept_outputs))
 

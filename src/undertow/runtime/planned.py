@@ -33,11 +33,11 @@ MAX_NEW_STATES = 8  # captures in a row that each leave the model in a Python st
 class Variant:
     """One captured way through the model, ready to run with and without gradients."""
 
-    def __init__(self, captured: Any, make_plan: Callable[[Program, Pattern], Plan]) -> None:
+    def __init__(self, captured: Any, make_plan: Callable[[Program, Pattern], Plan], pattern: Pattern) -> None:
         self.captured = captured
         self._make_plan = make_plan
         self.differentiable = differentiable_outputs(captured.program)
-        self.pattern = guess_pattern(captured)
+        self.pattern = pattern
         self._steps: dict[Pattern, Step] = {}
 
     def step(self) -> Step:
@@ -83,12 +83,14 @@ class Runner:
         capture: Callable[..., Any],
         make_plan: Callable[[Program, Pattern], Plan],
         place_of: Callable[[BaseException], str],
+        expect: Callable[[Any], Pattern],
     ) -> None:
         self.model = model
         self.forward = forward
         self._capture = capture
         self._make_plan = make_plan
         self._place_of = place_of
+        self._expect = expect  # the gradients that a capture will be asked for first
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
         self._last: Variant | None = None
         self._num_new_states = 0
@@ -170,7 +172,7 @@ class Runner:
             )
         self._refuse_ever_new_states(captured)
         self._assigned.update((id(item.owner), item.name) for item in captured.assignments)
-        self._last = Variant(captured, self._make_plan)
+        self._last = Variant(captured, self._make_plan, self._expect(captured))
         variants.append(self._last)
         return self._last
 

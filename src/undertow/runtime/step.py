@@ -147,7 +147,9 @@ class Run:
 
     def _run(self, segment: Segment, slots: list[Any]) -> dict[Value, Any]:
         self._check_versions(segment.read_inputs)
-        found = segment.run(self.inputs, slots)
+        # What is computed a second time must take the way it took first: kernels ask whether gradients are enabled.
+        with torch.set_grad_enabled(bool(self.step.plan.repeats)):
+            found = segment.run(self.inputs, slots)
         return dict(zip((gradient.input for gradient in segment.gradients), found, strict=True))
 
     def _replay(self, step: Step) -> list[Any]:

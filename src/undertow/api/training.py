@@ -1,0 +1,166 @@
+"""`train_step`: forward pass, loss, backward pass and update as one planned call.
+
+The step owns the gradients: each is born in the backward pass and gone when its parameter was updated, which happens as
+soon as the gradient is complete and the parameter is read no more, with the bits of a step afterwards. Where that is
+not possible (clipping by norm needs all gradients, accumulation keeps them, an optimizer may mix parameters), gradients
+are held and the optimizer steps at the end; the plan counts them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from undertow.api.budget_planning import Terms, held_bytes, parse_costs, plan_for_budget
+from undertow.api.budgets import parse_budget
+from undertow.api.calls import check_call, check_optimizer
+from undertow.api.planning import derive
+from undertow.autodiff.training import add_updates
+from undertow.capture.capture import capture
+from undertow.capture.origins import place_of
+from undertow.errors import CallError
+from undertow.ir import Gradient, Plan, Program
+from undertow.ir.structure import Slot
+from undertow.ops.tables import make_plan
+from undertow.ops.updates import DeliverGradient, StepAfterwards, UpdateParameter, is_separable
+from undertow.report.plan_summary import explain
+from undertow.runtime.planned import Runner, differentiable_outputs
+
+Loss = Callable[..., torch.Tensor]
+
+
+def train_step(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer,
+    targets: tuple[Any, ...] = (),
+    loss: Loss | None = None,
+    budget: int | str | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    strict: bool = False,
+    costs: str = "measured",
+    time_limit_s: float = math.inf,
+) -> TrainStep:
+    """A callable that trains: `step(*args, *targets, **kwargs)` returns the loss, and the parameters are updated.
+
+    The loss is `loss(model(*args, **kwargs), *targets)`, or the model's own `.loss` where `loss` is None. `clip_norm`
+    clips all gradients to that norm; `accumulate` updates at every so many calls, with the sum of their gradients.
+    """
+    check_call(model, args, kwargs)
+    check_optimizer(model, optimizer)
+    if not isinstance(targets, tuple):
+        raise CallError(f"targets must be a tuple, got {type(targets).__name__}: write (y,)")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise CallError(f"accumulate must be a whole number of at least 1, got {accumulate!r}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise CallError(f"clip_norm must be more than 0, got {clip_norm!r}")
+    budget_bytes = None if budget is None else parse_budget(budget)
+    terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s)
+    forward = partial(_run_model, model, len(args), loss)
+    step = TrainStep(model, forward, optimizer, terms, clip_norm, accumulate, strict)
+    step.prepare((*args, *targets), kwargs or {})
+    return step
+
+
+def _run_model(model: torch.nn.Module, num_args: int, loss: Loss | None, *values: Any, **kwargs: Any) -> Any:
+    outputs = model(*values[:num_args], **kwargs)
+    if loss is not None:
+        return loss(outputs, *values[num_args:])
+    found = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if found is None:
+        raise CallError("the model returns no .loss; give loss=, a function of the model's output and the targets")
+    return found
+
+
+class TrainStep:
+    """A planned training step of one model with one optimizer."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        forward: Callable[..., torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        terms: Terms,
+        clip_norm: float | None,
+        accumulate: int,
+        is_strict: bool,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._terms, self._is_strict, self._accumulate = terms, is_strict, accumulate
+        self.updates_inside = clip_norm is None and accumulate == 1 and is_separable(optimizer)
+        self._at_end = None if self.updates_inside else StepAfterwards(optimizer, clip_norm, accumulate)
+        self._runner = Runner(model, forward, self._capture, self._plan, place_of, expect=lambda captured: ())
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the step that was last captured or run."""
+        return self._runner.plan
+
+    def explain(self, module_path: str = "") -> str:
+        """What was decided for one layer and those inside it, and why."""
+        return explain(self.plan, module_path)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Capture and plan the step for such arguments; runs nothing."""
+        with torch.enable_grad():
+            self._runner.variant_for(args, kwargs).step()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.enable_grad():
+            loss = self._runner(*args, **kwargs)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules ask for it
+        return loss
+
+    def persistent_tensors(self) -> list[torch.Tensor]:
+        """What the step holds between calls: parameters, buffers, gradients, the optimizer's state."""
+        state = [item for entry in self.optimizer.state.values() for item in entry.values()]
+        found = [*self.model.parameters(), *self.model.buffers()]
+        found += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return found + [item for item in state if isinstance(item, torch.Tensor)]
+
+    def _capture(self, *arguments: Any) -> Any:
+        captured = capture(*arguments)
+        places = differentiable_outputs(captured.program)
+        slot = captured.skeleton
+        is_scalar = (
+            isinstance(slot, Slot)
+            and slot.index in places
+            and captured.program.outputs[slot.index].tensor_type.num_elements == 1
+        )
+        if not is_scalar:
+            raise CallError("the loss must be one scalar tensor that depends on a parameter; sum it, or take its mean")
+        return captured
+
+    def _plan(self, program: Program, pattern: Any) -> Plan:
+        places = differentiable_outputs(program)
+        program = derive(program, tuple(place == 0 for place in places), is_strict=self._is_strict)
+        program = add_updates(program, self._update_of, self._is_consumed, self._at_end)
+        held = held_bytes(self.model, program, self.optimizer)
+        if self._accumulate > 1:
+            held["gradients"] = sum(item.nbytes for item in self._in_optimizer())
+        if self._terms.budget_bytes is None:
+            return make_plan(program, held=held)
+        return plan_for_budget(program, held, self._terms)
+
+    def _in_optimizer(self) -> list[torch.nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _update_of(self, gradient: Gradient) -> Any:
+        parameter = dict(self.model.named_parameters(remove_duplicate=False)).get(gradient.input.name)
+        if parameter is None:
+            raise CallError(f"{gradient.input} requires a gradient and is no parameter of the model; detach it")
+        if self.updates_inside:
+            for index, group in enumerate(self.optimizer.param_groups):
+                if any(item is parameter for item in group["params"]):
+                    return UpdateParameter(self.optimizer, parameter, index)
+        return DeliverGradient(parameter)
+
+    def _is_consumed(self, gradient: Gradient) -> bool:
+        return self._accumulate > 1 or isinstance(self._update_of(gradient), UpdateParameter)

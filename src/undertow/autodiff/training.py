@@ -1,0 +1,67 @@
+"""`add_updates`: a forward and backward pass, and what becomes of the gradients, as one Program.
+
+In: a derived Program whose only cotangent is that of a scalar loss, and what is to be done with each gradient. Out: the
+Program without cotangents: the loss's own is the number one, made where the backward pass begins, as `loss.backward()`
+makes it. Each update stands where it can first run: its gradient complete, its parameter read for the last time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from undertow.ir import Gradient, Node, Origin, Program, Value
+from undertow.ops.lifetimes import find_lifetimes
+
+aten = torch.ops.aten
+
+
+def add_updates(
+    program: Program,
+    update_of: Callable[[Gradient], Any],
+    is_consumed: Callable[[Gradient], bool],
+    at_end: Any | None = None,
+) -> Program:
+    """Append `update_of(gradient)`, an operation, for each gradient; a consumed one is gone after it.
+
+    `at_end` is an operation on all differentiated inputs and on the gradients that are not consumed: the last to run.
+    """
+    (seed,) = program.cotangents
+    loss = next(value for value in program.outputs if value.name == seed.path)
+    first = Node(aten.ones_like.default, (loss,), {}, (seed.value,), Origin())
+    nodes = [*program.forward_nodes, first, *program.backward_nodes]
+    gradients = [item for item in program.gradients if item.value is not None]
+    updates: dict[int, list[Node]] = {}
+    ready = _find_ready(program, nodes, gradients)
+    for item in gradients:
+        target = update_of(item)
+        args = (item.input, item.value) if hasattr(target, "overwrites") else (item.value,)
+        updates.setdefault(ready[item.input], []).append(Node(target, args, {}, (), Origin(item.input.name)))
+    woven: list[Node] = []
+    for position, node in enumerate(nodes):
+        woven += [node, *updates.get(position, ())]
+    held = tuple(item for item in gradients if not is_consumed(item))
+    if at_end is not None:
+        args = (tuple(item.input for item in gradients), tuple(item.value for item in held))
+        woven.append(Node(at_end, args, {}, (), Origin()))
+    return replace(program, nodes=tuple(woven), num_forward_nodes=len(woven), cotangents=(), gradients=held)
+
+
+def _find_ready(program: Program, nodes: Sequence[Node], gradients: Sequence[Gradient]) -> dict[Value, int]:
+    """For each differentiated input, the last node that reads it or makes its gradient."""
+    roots = find_lifetimes(replace(program, nodes=tuple(nodes), num_forward_nodes=len(nodes))).root
+    last_read: dict[Value, int] = {}
+    made: dict[Value, int] = {}
+    for position, node in enumerate(nodes):
+        for value in node.inputs:
+            last_read[roots[value]] = position
+        for value in node.kept_outputs:
+            made[value] = position
+    found = {}
+    for item in gradients:
+        assert item.value is not None
+        found[item.input] = max(last_read.get(item.input, 0), made.get(item.value, 0))
+    return found
