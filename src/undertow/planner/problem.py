@@ -21,7 +21,7 @@ from undertow.ops.alternatives import Alternative, Role
 from undertow.ops.lifetimes import find_lifetimes, is_dense, shared_argument
 from undertow.ops.own import GENERATOR_STATE_BYTES, Mutating, OwnOperation, has_effect, is_random, overwrites
 from undertow.ops.reuse import inplace_target
-from undertow.ops.updates import UPDATES, StepAfterwards
+from undertow.ops.updates import UPDATES, DeliverGradient, StepAfterwards
 from undertow.planner.instance import Instance, make_instance
 
 BOUNDARY = -1  # between the passes: the user's code takes the outputs and brings the cotangents
@@ -59,6 +59,9 @@ class _Builder:
         self.lifetimes = find_lifetimes(program)
         self.inputs = {item.value for item in program.inputs}
         self.overwritten = _overwritten_inputs(program)
+        self.delivered = {
+            self.lifetimes.root[node.args[0]] for node in program.nodes if isinstance(node.target, DeliverGradient)
+        }
         self.updated: list[int] = []  # one token per update: all of them have to run
         self.index: dict[Value | str, int] = {}
         self.sizes: list[int] = []
@@ -132,6 +135,8 @@ class _Builder:
             reads += self.updated  # gradients must have been delivered
         destroys = [self.index[value] for value in overwrites(node) if value in self.index]
         can_repeat = token is None and not destroys and isinstance(node.target, OpOverload | Mutating | OwnOperation)
+        # A gradient that was delivered is its parameter's: making it again would not give the first one's memory back.
+        can_repeat = can_repeat and self.delivered.isdisjoint(self.lifetimes.root[value] for value in node.kept_outputs)
         row = (reads, writes, destroys, self.cost_of(node), can_repeat, self._reuse(node))
         return self._add(Kind(position), row)
 
