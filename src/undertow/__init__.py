@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from undertow.api.measuring import measure as measure
     from undertow.api.planning import plan as plan
     from undertow.api.traces import trace as trace
+    from undertow.api.tradeoffs import largest_batch as largest_batch
+    from undertow.api.tradeoffs import tradeoff as tradeoff
     from undertow.api.training import train_step as train_step
 
 _HOMES = {
@@ -35,10 +37,12 @@ _HOMES = {
     "hessian": "functional",
     "hvp": "functional",
     "inspect": "inspection",
+    "largest_batch": "tradeoffs",
     "measure": "measuring",
     "numerical_gradient": "checks",
     "plan": "planning",
     "trace": "traces",
+    "tradeoff": "tradeoffs",
     "train_step": "training",
     "value_and_grad": "functional",
     "vjp": "functional",

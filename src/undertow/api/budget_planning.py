@@ -113,11 +113,16 @@ def _cost_table(nodes: list[Node], costs: CostSource) -> Callable[[Node], Cost]:
 
 def plan_for_budget(program: Program, held: Mapping[str, int], terms: Terms) -> Plan:
     """The checked plan within the budget; raises InfeasibleBudget with the least that would do."""
-    planner = make_budget_planner(program, held, terms)
-    least = planner.smallest()
-    plan = planner.plan_within(terms.budget_bytes)
-    if terms.budget_bytes is not None and (plan is None or terms.budget_bytes < least.peak_bytes):
-        raise _refusal(terms.budget_bytes, least, planner.curve.lower_bound_peak_bytes)
+    return choose_plan(make_budget_planner(program, held, terms), terms.budget_bytes)
+
+
+def choose_plan(planner: Planner, budget_bytes: int | None) -> Plan:
+    """The checked plan within the budget; raises InfeasibleBudget with the least that would do."""
+    plan = planner.plan_within(budget_bytes)
+    if budget_bytes is not None:
+        least = planner.smallest()
+        if plan is None or budget_bytes < least.peak_bytes:
+            raise _refusal(budget_bytes, least, planner.curve.lower_bound_peak_bytes)
     assert plan is not None
     return check_plan(plan)
 

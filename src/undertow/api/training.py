@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from undertow.api.budget_planning import Terms, held_bytes, parse_costs, plan_for_budget
+from undertow.api.budget_planning import Terms, held_bytes, make_budget_planner, parse_costs, plan_for_budget
 from undertow.api.budgets import parse_budget
 from undertow.api.calls import check_call, check_optimizer
 from undertow.api.planning import derive
@@ -27,6 +27,7 @@ from undertow.ir import Gradient, Plan, Program
 from undertow.ir.structure import Slot
 from undertow.ops.tables import make_plan
 from undertow.ops.updates import DeliverGradient, StepAfterwards, UpdateParameter, is_separable
+from undertow.planner.curve import Curve
 from undertow.report.plan_summary import explain
 from undertow.runtime.planned import Runner, differentiable_outputs
 
@@ -38,7 +39,7 @@ def train_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     *,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     targets: tuple[Any, ...] = (),
     loss: Loss | None = None,
     budget: int | str | None = None,
@@ -63,10 +64,24 @@ def train_step(
         raise CallError(f"clip_norm must be more than 0, got {clip_norm!r}")
     budget_bytes = None if budget is None else parse_budget(budget)
     terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s)
-    forward = partial(_run_model, model, len(args), loss)
-    step = TrainStep(model, forward, optimizer, terms, clip_norm, accumulate, strict)
+    step = make_step(model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict)
     step.prepare((*args, *targets), kwargs or {})
     return step
+
+
+def make_step(
+    model: torch.nn.Module,
+    num_args: int,
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+    terms: Terms,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    is_strict: bool = False,
+) -> TrainStep:
+    """A step that has not seen its arguments yet; the first `num_args` of them are the model's."""
+    forward = partial(_run_model, model, num_args, loss)
+    return TrainStep(model, forward, optimizer, terms, clip_norm, accumulate, is_strict)
 
 
 def _run_model(model: torch.nn.Module, num_args: int, loss: Loss | None, *values: Any, **kwargs: Any) -> Any:
@@ -80,13 +95,13 @@ def _run_model(model: torch.nn.Module, num_args: int, loss: Loss | None, *values
 
 
 class TrainStep:
-    """A planned training step of one model with one optimizer."""
+    """A planned training step of one model with one optimizer; without one, gradients are left to their parameters."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         forward: Callable[..., torch.Tensor],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         terms: Terms,
         clip_norm: float | None,
         accumulate: int,
@@ -94,8 +109,11 @@ class TrainStep:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._terms, self._is_strict, self._accumulate = terms, is_strict, accumulate
-        self.updates_inside = clip_norm is None and accumulate == 1 and is_separable(optimizer)
-        self._at_end = None if self.updates_inside else StepAfterwards(optimizer, clip_norm, accumulate)
+        is_plain = clip_norm is None and accumulate == 1
+        self.updates_inside = optimizer is not None and is_plain and is_separable(optimizer)
+        self._at_end: StepAfterwards | None = None
+        if optimizer is not None and not self.updates_inside:
+            self._at_end = StepAfterwards(optimizer, clip_norm, accumulate)
         self._runner = Runner(model, forward, self._capture, self._plan, place_of, expect=lambda captured: ())
 
     @property
@@ -115,12 +133,14 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with torch.enable_grad():
             loss = self._runner(*args, **kwargs)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules ask for it
+        if self.optimizer is not None:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules ask for it
         return loss
 
     def persistent_tensors(self) -> list[torch.Tensor]:
         """What the step holds between calls: parameters, buffers, gradients, the optimizer's state."""
-        state = [item for entry in self.optimizer.state.values() for item in entry.values()]
+        entries = self.optimizer.state.values() if self.optimizer is not None else ()
+        state = [item for entry in entries for item in entry.values()]
         found = [*self.model.parameters(), *self.model.buffers()]
         found += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return found + [item for item in state if isinstance(item, torch.Tensor)]
@@ -138,25 +158,34 @@ class TrainStep:
             raise CallError("the loss must be one scalar tensor that depends on a parameter; sum it, or take its mean")
         return captured
 
+    def find_curve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Curve:
+        """The time/memory curve of the step for such arguments; runs nothing of the model."""
+        with torch.enable_grad():
+            captured = self._capture(self._runner.forward, args, kwargs, self.model)
+        program, held = self._derive(captured.program)
+        return make_budget_planner(program, held, self._terms).curve
+
     def _plan(self, program: Program, pattern: Any) -> Plan:
+        program, held = self._derive(program)
+        if self._terms.budget_bytes is None:
+            return make_plan(program, held=held)
+        return plan_for_budget(program, held, self._terms)
+
+    def _derive(self, program: Program) -> tuple[Program, dict[str, int]]:
+        """The whole step as one Program, and what it holds throughout."""
         places = differentiable_outputs(program)
         program = derive(program, tuple(place == 0 for place in places), is_strict=self._is_strict)
         program = add_updates(program, self._update_of, self._is_consumed, self._at_end)
         held = held_bytes(self.model, program, self.optimizer)
         if self._accumulate > 1:
-            held["gradients"] = sum(item.nbytes for item in self._in_optimizer())
-        if self._terms.budget_bytes is None:
-            return make_plan(program, held=held)
-        return plan_for_budget(program, held, self._terms)
-
-    def _in_optimizer(self) -> list[torch.nn.Parameter]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            held["gradients"] = sum(item.nbytes for item in self.model.parameters() if item.requires_grad)
+        return program, held
 
     def _update_of(self, gradient: Gradient) -> Any:
         parameter = dict(self.model.named_parameters(remove_duplicate=False)).get(gradient.input.name)
         if parameter is None:
             raise CallError(f"{gradient.input} requires a gradient and is no parameter of the model; detach it")
-        if self.updates_inside:
+        if self.updates_inside and self.optimizer is not None:
             for index, group in enumerate(self.optimizer.param_groups):
                 if any(item is parameter for item in group["params"]):
                     return UpdateParameter(self.optimizer, parameter, index)

@@ -38,7 +38,7 @@ def add_updates(
     ready = _find_ready(program, nodes, gradients)
     for item in gradients:
         target = update_of(item)
-        args = (item.input, item.value) if hasattr(target, "overwrites") else (item.value,)
+        args: Any = (item.input, item.value) if hasattr(target, "overwrites") else (item.value,)
         updates.setdefault(ready[item.input], []).append(Node(target, args, {}, (), Origin(item.input.name)))
     woven: list[Node] = []
     for position, node in enumerate(nodes):

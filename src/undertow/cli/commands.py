@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from undertow.errors import GradientCheckFailed, UndertowError
+from undertow.errors import CallError, GradientCheckFailed, InfeasibleBudget, UndertowError
 
 DONE, CHECK_FAILED, WRONG_CALL = 0, 1, 2
 
@@ -74,19 +74,12 @@ def inspect_command(
     is_json: JsonOption = False,
 ) -> int:
     """Show where the memory and the arithmetic of a training step go."""
-    import torch
-
     from undertow.api.inspection import inspect
     from undertow.cli.loading import load, running
 
     subject = load(model, batch, inputs or [])
-    makers: dict[str, Any] = {
-        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-    }
     with running(f"{model} on {subject.describe_inputs()}"):
-        made = makers[optimizer.value](subject.model.parameters()) if optimizer is not None else None
+        made = _make_optimizer(optimizer, subject.model)
         result = inspect(subject.model, subject.args, subject.kwargs, optimizer=made)
     _print(result, is_json)
     return DONE
@@ -113,6 +106,52 @@ def check_command(
     return DONE if result.ok else CHECK_FAILED
 
 
+@app.command("plan")
+def plan_command(
+    model: ModelArgument,
+    batch: BatchOption = None,
+    inputs: InputOption = None,
+    budget: Annotated[str | None, typer.Option(help="Peak memory of the step: 4GiB, 500MB, or bytes.")] = None,
+    optimizer: OptimizerOption = None,
+    costs: Annotated[str, typer.Option(help="measured, or model: by arithmetic and traffic.")] = "measured",
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one page.")] = None,
+    is_json: JsonOption = False,
+) -> int:
+    """Plan a training step for a memory budget: does it fit, what is kept, recomputed and encoded, and why."""
+    from undertow.api.reports import report_plan
+    from undertow.cli.loading import load, running
+
+    subject = load(model, batch, inputs or [])
+    with running(f"{model} on {subject.describe_inputs()}"):
+        made = _make_optimizer(optimizer, subject.model)
+        try:
+            result = report_plan(
+                subject.model, subject.args, subject.kwargs, budget=budget, optimizer=made, costs=costs
+            )
+        except InfeasibleBudget as refusal:
+            _report(str(refusal), ["--json"] if is_json else [])
+            return CHECK_FAILED
+    if html is not None:
+        _write(html, result.to_html(f"{model} on {subject.describe_inputs()}"))
+    _print(result, is_json)
+    return DONE
+
+
+@app.command("solve")
+def solve_command(
+    graph: Annotated[str, typer.Argument(metavar="GRAPH.json", help="Nodes with sizes and times, and links.")],
+    peak: Annotated[float, typer.Option(help="The budget as a share of the base peak.")],
+    order: Annotated[str, typer.Option(help="fixed keeps the order of first runs; free may reorder.")] = "free",
+    is_json: JsonOption = False,
+) -> int:
+    """Plan a bare graph of sizes and times, as published planners are compared on."""
+    from undertow.api.graphs import solve
+
+    result = solve(graph, peak, order=order)
+    _print(result, is_json)
+    return DONE if result.extra_time_percent is not None else CHECK_FAILED
+
+
 @app.command("version")
 def version_command(is_json: JsonOption = False) -> int:
     """Show the versions of Undertow, PyTorch and Python."""
@@ -123,6 +162,25 @@ def version_command(is_json: JsonOption = False) -> int:
     }
     _print_data(versions) if is_json else print(*(f"{name} {number}" for name, number in versions.items()), sep="\n")
     return DONE
+
+
+def _make_optimizer(name: OptimizerName | None, model: Any) -> Any:
+    import torch
+
+    makers: dict[str, Any] = {
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    return None if name is None else makers[name.value](model.parameters())
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise CallError(f"--html {path}: {error.strerror}") from None
 
 
 def _print(result: Any, is_json: bool) -> None:

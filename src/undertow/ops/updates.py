@@ -84,8 +84,8 @@ class StepAfterwards:
         if self.num_calls % self.accumulate:
             return
         if self.clip_norm is not None:
-            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+            clipped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            torch.nn.utils.clip_grad_norm_(clipped, self.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

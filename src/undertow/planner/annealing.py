@@ -26,7 +26,7 @@ PRICE, BEST_TIME, BEST_RUNS = range(3)
 NUM_RECORDS = 3
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def anneal(state, best, record, weights, num_moves, hot, cold, price_step, goal_time):
     """Draw `num_moves` moves while the temperature falls geometrically; stop early at a schedule of `goal_time`."""
     cooling = (cold / hot) ** (1.0 / num_moves)

@@ -12,6 +12,8 @@ Does not: know what a valid edit is (see `sequence`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -44,7 +46,7 @@ SMALL_KINDS = 3000
 
 
 # For functions that only compiled code calls: without the two entry points, compiling takes a third less time.
-inner = njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner: Any = njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
 
 
 @inner
@@ -133,4 +135,5 @@ def _touched(instance: Instance) -> tuple[Int64s, Int64s, Int64s, Int64s]:
         touched.extend(writes)
         flags.extend([WRITE] * len(writes))
     read_starts.append(len(touched))
-    return tuple(np.array(part, np.int64) for part in (touched, flags, read_starts, write_starts))
+    parts = [np.array(part, np.int64) for part in (touched, flags, read_starts, write_starts)]
+    return parts[0], parts[1], parts[2], parts[3]

@@ -26,7 +26,7 @@ Does not: use that a destroyed value is gone, or bytes between two moments.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,7 +84,7 @@ class Necessity:
         return self._reach(self.needed_by[kind], lambda other: self.needed_by[other])
 
     @staticmethod
-    def _reach(roots, neighbours) -> set[int]:
+    def _reach(roots: Iterable[int], neighbours: Callable[[int], Iterable[int]]) -> set[int]:
         found = set(roots)
         pending = list(found)
         while pending:
@@ -186,8 +186,8 @@ def _moments(
 def _heaviest_chain(base: list[int], necessity: Necessity, weights: np.ndarray) -> list[int]:
     """Places in the base order of kinds each necessarily before the next, of the largest total weight."""
     place_of = {kind: place for place, kind in enumerate(base)}
-    total = {}
-    previous = {}
+    total: dict[int, int] = {}
+    previous: dict[int, int] = {}
     for place, kind in enumerate(base):
         if kind not in necessity.required:
             continue

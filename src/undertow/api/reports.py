@@ -1,0 +1,109 @@
+"""The report of a plan: the plan itself, the curve it lies on, and a measured step beside it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from undertow.api.budget_planning import (
+    CostSource,
+    Terms,
+    choose_plan,
+    held_bytes,
+    make_budget_planner,
+    parse_costs,
+)
+from undertow.api.budgets import parse_budget
+from undertow.api.calls import check_call, check_optimizer
+from undertow.api.measuring import measure
+from undertow.api.planning import RunnerMaker, derive
+from undertow.capture.capture import capture
+from undertow.ir import Plan
+from undertow.report.page import render_page
+from undertow.report.plan_summary import explain, plan_to_dict, print_plan
+from undertow.runtime.measure import Measurement
+from undertow.runtime.planned import guess_pattern, make_planned
+
+CANNOT_SEE = (
+    "the loss, where it is computed outside the planned module",
+    "a second forward pass that is alive at the same time",
+    "gradients that are there before the step: with accumulation they are held besides",
+)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """`curve` are (peak bytes, step microseconds) of the plans for other budgets."""
+
+    plan: Plan
+    curve: tuple[tuple[int, float], ...]
+    measured: Measurement | None
+
+    def explain(self, module_path: str = "") -> str:
+        """What was decided for one layer and those inside it, and why."""
+        return explain(self.plan, module_path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        measured = None if self.measured is None else vars(self.measured)
+        return plan_to_dict(self.plan) | {"curve": [list(point) for point in self.curve], "measured": measured}
+
+    def to_html(self, title: str) -> str:
+        """One page that needs nothing else."""
+        return render_page(
+            self.plan,
+            title=title,
+            curve=self.curve,
+            measured=self.measured,
+            process_bytes=process_peak_bytes(),
+            cannot_see=CANNOT_SEE,
+        )
+
+    def __str__(self) -> str:
+        text = print_plan(self.plan, CANNOT_SEE)
+        if self.measured is None:
+            return text
+        return (
+            f"{text}\n\nmeasured: peak {self.measured.peak_bytes} bytes beside {self.plan.peak_bytes} predicted, "
+            f"{self.measured.step_s * 1e3:.1f} ms beside {self.plan.step_us / 1e3:.1f} predicted"
+        )
+
+
+def report_plan(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    costs: str = "measured",
+    time_limit_s: float = math.inf,
+) -> PlanReport:
+    """Plan a step, and with measured costs run it once; raises InfeasibleBudget."""
+    check_call(model, args, kwargs)
+    check_optimizer(model, optimizer)
+    terms = Terms(None if budget is None else parse_budget(budget), optimizer, parse_costs(costs), time_limit_s)
+    with torch.enable_grad():
+        captured = capture(model.forward, args, kwargs or {}, model)
+    program = derive(captured.program, guess_pattern(captured))
+    planner = make_budget_planner(program, held_bytes(model, program, optimizer), terms)
+    plan = choose_plan(planner, terms.budget_bytes)
+    curve = tuple((point.peak_bytes, point.time / 1e3) for point in planner.curve.points)
+    if terms.costs is CostSource.MODEL:
+        return PlanReport(plan, curve, None)
+    planned = make_planned(model, RunnerMaker(False, terms))
+    measured = measure(planned, *args, **(kwargs or {}))
+    return PlanReport(plan, curve, measured)
+
+
+def process_peak_bytes() -> int | None:
+    """The most memory this process had resident so far; None where the system does not tell."""
+    try:
+        with open("/proc/self/status") as lines:
+            found = next(line for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return None
+    return int(found.split()[1]) << 10
