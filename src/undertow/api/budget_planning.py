@@ -15,6 +15,7 @@ from undertow.ir.check_plan import check_plan
 from undertow.ir.cost import Cost, signature
 from undertow.ops.alternatives import find_alternatives
 from undertow.ops.interpret import generators_of
+from undertow.ops.own import GENERATOR_STATE
 from undertow.planner.plan import Planner, make_planner
 from undertow.report.optimizer_state import count_optimizer_state
 from undertow.report.peak import find_peak
@@ -103,6 +104,8 @@ def _cost_table(nodes: list[Node], costs: CostSource) -> Callable[[Node], Cost]:
     modelled: dict[str, Cost] = {}
 
     def cost_of(node: Node) -> Cost:
+        if node.target is GENERATOR_STATE:  # noted beside a draw that is to be repeated: part of that draw
+            return Cost(0, 0)
         key = signature(node)
         if key not in known and key not in modelled:
             modelled[key] = model_cost(node)

@@ -113,7 +113,7 @@ class TrainStep:
         self.updates_inside = optimizer is not None and is_plain and is_separable(optimizer)
         self._at_end: StepAfterwards | None = None
         if optimizer is not None and not self.updates_inside:
-            self._at_end = StepAfterwards(optimizer, clip_norm, accumulate)
+            self._at_end = StepAfterwards(model, optimizer, clip_norm, accumulate)
         self._runner = Runner(model, forward, self._capture, self._plan, place_of, expect=lambda captured: ())
 
     @property

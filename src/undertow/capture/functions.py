@@ -49,7 +49,7 @@ def _record_function(recorder: CaptureRecorder, function: type[torch.autograd.Fu
     with _disable_current_modes():
         inputs, result = _run_once(recorder, function, args, requires_grad)
         tried = flatten_outputs(result)
-        context_type = _context_type(tried)
+        context_type = _context_type(inputs, tried)
         has_gradient = _find_gradients(recorder, inputs, tried, requires_grad)
         flags = [output is not None and output.requires_grad for output in tried]
         fakes = [None if output is None else recorder.fake_like(output).detach() for output in tried]
@@ -112,12 +112,14 @@ def _find_gradients(recorder: CaptureRecorder, inputs: list[Any], outputs: list[
     return tuple(needs and next(found) is not None for needs in requires_grad)
 
 
-def _context_type(outputs: list[Any]) -> OpaqueType:
+def _context_type(inputs: list[Any], outputs: list[Any]) -> OpaqueType:
+    """The bytes that the Function saved beside its arguments and outputs, which count for themselves."""
+    known = {item.untyped_storage()._cdata for item in (*inputs, *outputs) if isinstance(item, torch.Tensor)}
     saved: dict[int, int] = {}
     for output in outputs:
         for tensor in getattr(getattr(output, "grad_fn", None), "saved_tensors", ()):
-            if isinstance(tensor, torch.Tensor):
-                saved[id(tensor)] = tensor.numel() * tensor.element_size()
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
+                saved[tensor.untyped_storage()._cdata] = tensor.numel() * tensor.element_size()
     return OpaqueType("context", sum(saved.values()))
 
 

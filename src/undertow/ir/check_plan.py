@@ -18,6 +18,7 @@ from typing import Any
 from undertow.errors import PlanError
 from undertow.ir.plan import Plan
 from undertow.ir.program import Node, Program, Value, values_in
+from undertow.ir.types import OpaqueType
 
 
 def check_plan(plan: Plan) -> Plan:
@@ -58,6 +59,13 @@ class _Replay:
         self.plan, self.program, self.tables = plan, plan.program, plan.tables
         self.present: set[int] = set()
         self.valid: dict[int, set[Value]] = {}  # values that a storage still holds
+        # A custom Function's context may hold its arguments: whoever reads the context reads them.
+        self.saved = {
+            value: node.inputs
+            for node in self.program.nodes
+            for value in node.outputs
+            if value is not None and isinstance(value.type, OpaqueType)
+        }
         self.lost: dict[Value, str] = {}  # why a value can no longer be read
         self.placed: list[tuple[int, int, int]] = []  # first byte, byte behind the last, storage; sorted
         self.held_bytes = sum(plan.held.values())
@@ -103,6 +111,8 @@ class _Replay:
         name = _describe(node, position)
         for value in node.inputs:
             self._check_readable(value, name)
+            for saved in self.saved.get(value, ()):
+                self._check_readable(saved, name)
         written = list(_written_arguments(node))
         outputs = [value for value in node.outputs if value is not None]
         for value in written:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch._ops import OpOverload
 
-from undertow.ir import KeptValue, Program, TensorType, Value
+from undertow.ir import KeptValue, Node, OpaqueType, Program, TensorType, Value
 from undertow.ops.own import Mutating, is_view
 from undertow.ops.schema import schema_of
 from undertow.ops.views import TakePart
@@ -25,6 +25,12 @@ class Lifetimes:
     born: dict[Value, int]  # node index of a root; -1 for inputs
     last_use: dict[Value, int]
     owned: frozenset[Value]  # roots made by an operation that surely returns fresh memory
+    inside: dict[Value, tuple[Value, ...]]  # what a context may have saved: the arguments of its custom Function
+
+    def read_by(self, node: Node) -> list[Value]:
+        """The values whose memory a node reads, also through a context."""
+        found = list(node.inputs)
+        return found + [value for context in node.inputs for value in self.inside.get(context, ())]
 
     def is_dead_after(self, value: Value, index: int) -> bool:
         """Whether nothing reads the memory of `value` after node `index`."""
@@ -37,6 +43,7 @@ def find_lifetimes(program: Program) -> Lifetimes:
     born: dict[Value, int] = {}
     last_use: dict[Value, int] = {}
     owned: set[Value] = set()
+    inside: dict[Value, tuple[Value, ...]] = {}
     for item in program.inputs:
         root[item.value], born[item.value], last_use[item.value] = item.value, -1, FOREVER
     for item in program.cotangents:
@@ -44,8 +51,11 @@ def find_lifetimes(program: Program) -> Lifetimes:
         root[item.value], born[item.value], last_use[item.value] = item.value, start, start
     for index, node in enumerate(program.nodes):
         for value in node.inputs:
-            last_use[root[value]] = max(last_use[root[value]], index)
+            for read in (value, *inside.get(value, ())):
+                last_use[root[read]] = max(last_use[root[read]], index)
         for value in node.kept_outputs:
+            if isinstance(value.type, OpaqueType):
+                inside[value] = node.inputs
             source = shared_argument(node.target, node.inputs)
             if source is not None:
                 root[value] = root[source]
@@ -57,7 +67,7 @@ def find_lifetimes(program: Program) -> Lifetimes:
     ends += [gradient.value for gradient in program.gradients if gradient.value is not None]
     for value in ends:
         last_use[root[value]] = FOREVER
-    return Lifetimes(root, born, last_use, frozenset(owned))
+    return Lifetimes(root, born, last_use, frozenset(owned), inside)
 
 
 def shared_argument(target: object, inputs: tuple[Value, ...]) -> Value | None:

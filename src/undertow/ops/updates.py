@@ -73,6 +73,7 @@ class DeliverGradient:
 class StepAfterwards:
     """The optimizer's own step, when all gradients are there: after clipping, or at every so many calls."""
 
+    model: torch.nn.Module = field(repr=False)
     optimizer: torch.optim.Optimizer = field(repr=False)
     clip_norm: float | None
     accumulate: int
@@ -84,8 +85,8 @@ class StepAfterwards:
         if self.num_calls % self.accumulate:
             return
         if self.clip_norm is not None:
-            clipped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            torch.nn.utils.clip_grad_norm_(clipped, self.clip_norm)
+            # In the model's order: a norm is a sum, and its last bit depends on the order.
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,14 +33,29 @@ class Curve:
     lower_bound_peak_bytes: int
     is_complete: bool  # False when the time given ran out first
 
-    def best_within(self, budget_bytes: int) -> Solution | None:
-        """The fastest point whose peak fits."""
-        fitting = [point for point in self.points if point.peak_bytes <= budget_bytes]
-        return min(fitting, key=lambda point: (point.time, point.peak_bytes)) if fitting else None
+    def within(self, budget_bytes: int) -> list[Solution]:
+        """The points whose peak fits, the fastest first."""
+        return [point for point in reversed(self.points) if point.peak_bytes <= budget_bytes]
+
+
+_KNOWN: OrderedDict[bytes, Curve] = OrderedDict()
+MAX_KNOWN = 16  # the same step is often planned for one budget after another
 
 
 def find_curve(instance: Instance, *, seed: int = 0, time_limit_s: float = math.inf) -> Curve:
     """The curve of an instance, in free order. Deterministic unless `time_limit_s` ends it early."""
+    key = instance.digest()
+    if key not in _KNOWN:
+        curve = _find_curve(instance, seed, time_limit_s)
+        if not curve.is_complete:
+            return curve
+        _KNOWN[key] = curve
+        if len(_KNOWN) > MAX_KNOWN:
+            _KNOWN.popitem(last=False)
+    return _KNOWN[key]
+
+
+def _find_curve(instance: Instance, seed: int, time_limit_s: float) -> Curve:
     deadline_s = time.perf_counter() + time_limit_s
     num_moves = min(max(MOVES_PER_KIND * instance.num_kinds, FEWEST_MOVES), MOST_MOVES)
     base = replay(instance, instance.order)

@@ -14,6 +14,7 @@ inputs, workspace and the reuse of a dying input's storage.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -75,6 +76,17 @@ class Instance:
     @property
     def num_values(self) -> int:
         return len(self.size_bytes)
+
+    def digest(self) -> bytes:
+        """The same for instances that are the same in every number."""
+        found = hashlib.sha256(str(self.fixed_bytes).encode())
+        for name in self.__dataclass_fields__:
+            item = getattr(self, name)
+            for array in (item.starts, item.items) if isinstance(item, Rows) else (item,):
+                part = np.asarray(array)
+                found.update(f"{name} {part.shape} {part.dtype}".encode())
+                found.update(part.tobytes())
+        return found.digest()
 
     def writers(self) -> Rows:
         """For every value, the kinds that write it."""

@@ -35,16 +35,12 @@ class Planner:
 
     def plan_within(self, budget_bytes: int | None) -> Plan | None:
         """The fastest plan found that fits; None if none does. Without a budget, the fastest of all."""
-        limit = budget_bytes if budget_bytes is not None else 2**62
-        while True:
-            point = self.curve.best_within(limit)
-            if point is None:
-                return None
+        for point in self.curve.within(budget_bytes if budget_bytes is not None else 2**62):
             plan = self.realise(point, budget_bytes)
+            # What runs may hold more than the search counted; the next point is slower and smaller.
             if budget_bytes is None or plan.peak_bytes <= budget_bytes:
                 return plan
-            # What runs holds more than the search counted: look for a point that much lower.
-            limit = min(limit, point.peak_bytes) - (plan.peak_bytes - budget_bytes)
+        return None
 
     def smallest(self) -> Plan:
         """The plan of the least peak."""

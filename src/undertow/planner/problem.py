@@ -125,7 +125,7 @@ class _Builder:
         return list(dict.fromkeys(item for item in found if item is not None))
 
     def _add_node(self, position: int, node: Node, token: int | None, last_effect: int | None) -> int:
-        reads, writes = self._storages(node.inputs), self._storages(node.kept_outputs)
+        reads, writes = self._storages(self.lifetimes.read_by(node)), self._storages(node.kept_outputs)
         if token is not None:
             writes.append(token)
             reads += [last_effect] if last_effect is not None else []

@@ -5,6 +5,7 @@ A cache is a convenience: one that cannot be read is measured anew, one that can
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -56,4 +57,5 @@ def save_costs(path: Path, costs: dict[str, Cost]) -> None:
         os.replace(fresh, path)
     except OSError as error:
         warnings.warn(f"measured costs could not be kept in {path}: {error}; planning goes on", stacklevel=2)
-        fresh.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            fresh.unlink()

@@ -1,0 +1,156 @@
+"""`train_step`: the same weights as eager's loop, at every budget, updating inside the backward pass or later."""
+
+import copy
+
+import pytest
+import torch
+from exactness import same_bits
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import undertow as ut
+from undertow.models import SMALL
+
+OPTIMIZERS = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=1e-2),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3),  # steps afterwards
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def groups_of(model):
+    """Weight decay on weights and not on biases, as two groups."""
+    weights = [item for item in model.parameters() if item.dim() > 1]
+    others = [item for item in model.parameters() if item.dim() <= 1]
+    return [{"params": weights, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+
+
+def make():
+    torch.manual_seed(0)
+    entry = SMALL["vgg_small"]
+    return entry.build(), entry.example_inputs(4), entry.example_targets(4)
+
+
+def train_eager(model, x, y, optimizer, clip_norm=None, accumulate=1, num_steps=4):
+    losses = []
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    torch.manual_seed(5)
+    for number in range(num_steps):
+        loss = cross_entropy(model(*x), *y)
+        loss.backward()
+        losses.append(loss.detach())
+        if (number + 1) % accumulate == 0:
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()
+    return losses
+
+
+def train_planned(model, x, y, optimizer, budget, num_steps=4, **settings):
+    step = ut.train_step(model, x, targets=y, loss=cross_entropy, optimizer=optimizer, budget=budget, **settings)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    torch.manual_seed(5)
+    losses = []
+    for _ in range(num_steps):
+        losses.append(step(*x, *y))
+        schedule.step()
+    return step, losses
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=["plain", "clipped", "accumulated"]
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_weights_are_eagers(name, settings):
+    model, x, y = make()
+    eager = copy.deepcopy(model)
+    expected = train_eager(eager, x, y, OPTIMIZERS[name](groups_of(eager)), **settings)
+    state = torch.get_rng_state()
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        twin = copy.deepcopy(model)
+        train_planned(twin, x, y, OPTIMIZERS[name](groups_of(twin)), 1, **settings)
+    for budget in (None, refusal.value.minimum_bytes):
+        trained = copy.deepcopy(model)
+        step, losses = train_planned(trained, x, y, OPTIMIZERS[name](groups_of(trained)), budget, **settings)
+        assert all(map(torch.equal, losses, expected))
+        assert torch.equal(torch.get_rng_state(), state)
+        for key, item in eager.state_dict().items():
+            assert same_bits(item, trained.state_dict()[key]), key
+        assert step.updates_inside == (name != "rmsprop" and not settings)
+        if budget is not None:
+            assert ut.measure(step, *x, *y).peak_bytes <= budget
+
+
+def test_updating_inside_takes_less():
+    model, x, y = make()
+    peaks = {}
+    for settings in ({}, {"clip_norm": 1e9}):
+        twin = copy.deepcopy(model)
+        with pytest.raises(ut.InfeasibleBudget) as refusal:
+            train_planned(twin, x, y, torch.optim.SGD(twin.parameters(), lr=0.1), 1, **settings)
+        peaks[len(settings)] = refusal.value.minimum_bytes
+    assert peaks[0] < peaks[1]
+
+
+def test_prediction_is_what_the_allocator_sees():
+    model, x, y = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step, _ = train_planned(model, x, y, optimizer, "10MiB")
+    assert ut.measure(step, *x, *y).peak_bytes == pytest.approx(step.plan.peak_bytes, rel=0.005)
+
+
+def test_the_models_own_loss():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=16, bos_token_id=1, eos_token_id=2
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(32, (2, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ut.train_step(model, (), {"input_ids": tokens, "labels": tokens}, optimizer=optimizer)
+    assert step(input_ids=tokens, labels=tokens) > step(input_ids=tokens, labels=tokens)
+    assert "transformer.h.0" in step.explain("transformer.h.0")
+    with pytest.raises(ut.CallError, match="no module"):
+        step.explain("transformer.g")
+
+
+def test_wrong_calls():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(2, 4), torch.randint(3, (2,))
+    with pytest.raises(ut.CallError, match="targets must be a tuple"):
+        ut.train_step(model, (x,), targets=y, loss=cross_entropy, optimizer=optimizer)
+    with pytest.raises(ut.CallError, match="no .loss"):
+        ut.train_step(model, (x,), optimizer=optimizer)
+    with pytest.raises(ut.CallError, match="scalar"):
+        ut.train_step(model, (x,), loss=lambda out: out * 2, optimizer=optimizer)
+    with pytest.raises(ut.CallError, match="accumulate"):
+        ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, optimizer=optimizer, accumulate=0)
+    with pytest.raises(ut.CallError, match="clip_norm"):
+        ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, optimizer=optimizer, clip_norm=-1)
+
+
+def test_the_curve_and_the_largest_batch():
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8))
+
+    def make_batch(count):
+        return (torch.randn(count, 64),), (torch.randint(8, (count,)),)
+
+    args, targets = make_batch(512)
+    curve = ut.tradeoff(model, args, targets=targets, loss=cross_entropy)
+    peaks, times = [point.peak_bytes for point in curve.points], [point.step_us for point in curve.points]
+    assert peaks == sorted(peaks) and times == sorted(times, reverse=True)
+    assert curve.lower_bound_bytes <= curve.minimum_bytes == peaks[0]
+    found = ut.largest_batch(model, make_batch, budget="2MiB", loss=cross_entropy)
+    assert found.measured.peak_bytes <= 2**21
+    args, targets = make_batch(found.batch + 1)
+    with pytest.raises(ut.InfeasibleBudget):
+        ut.train_step(model, args, targets=targets, loss=cross_entropy, budget="2MiB")
