@@ -17,15 +17,15 @@ from typing import Any
 
 from undertow.errors import PlanError
 from undertow.ir.plan import Plan
-from undertow.ir.program import Node, Program, Value, values_in
+from undertow.ir.program import Node, Value, values_in
 from undertow.ir.types import OpaqueType
 
 
 def check_plan(plan: Plan) -> Plan:
     """`plan` itself, if it is sound."""
     _check_tables(plan)
-    _Replay(plan).run()
     _Comparison(plan).run()
+    _Replay(plan).run()
     return plan
 
 
@@ -288,6 +288,10 @@ class _Comparison:
                 raise PlanError(f"{_describe(node, expected)} draws or checks out of its order, or does not run")
         if len(found) > len(effects):
             raise PlanError(f"{_describe(self.base.nodes[found[-1]], found[-1])} runs twice, and has an effect")
+        for index, node in enumerate(self.base.nodes):
+            count = sum(base == index for base in self.plan.bases) if _is_update(node) else 1
+            if count != 1:
+                raise PlanError(f"{_describe(node, index)} updates a parameter and runs {count} times")
 
     def _check_results(self) -> None:
         pairs: list[tuple[str, Sequence[Value | None], Sequence[Value | None]]] = [
@@ -330,6 +334,10 @@ def _is_guard(node: Node) -> bool:
     return str(node.target).startswith("guard")
 
 
+def _is_update(node: Node) -> bool:
+    return hasattr(node.target, "overwrites")
+
+
 def _is_code(node: Node, base: Node) -> bool:
     """Whether the node encodes a value of the base rather than computing it."""
     made = {value for value in node.outputs if value is not None}
@@ -346,6 +354,3 @@ def _is_code(node: Node, base: Node) -> bool:
 def _describe(node: Node, position: int) -> str:
     place = f" ({node.origin})" if str(node.origin) else ""
     return f"operation {position}, {node.name}{place},"
-
-
-__all__ = ["Program", "check_plan"]

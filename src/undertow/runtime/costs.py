@@ -118,7 +118,8 @@ def _measure_workspace(nodes: Sequence[Node]) -> list[int | None]:
             found.append(_run_marked(node, f"undertow::{index}"))
     events = profiler.profiler.kineto_results.events()
     marks = {event.name(): event for event in events if event.name().startswith("undertow::")}
-    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    memory.sort(key=lambda item: item[0])  # by time alone: at one instant the order of the events counts
     position = 0
     for index, output_bytes in enumerate(found):
         if output_bytes is None:
