@@ -23,6 +23,7 @@ from undertow.capture.origins import place_of
 from undertow.errors import CallError
 from undertow.ir import Plan, Program
 from undertow.ops.cleaning import remove_unused
+from undertow.ops.oversized import compact_oversized
 from undertow.ops.shape_only import forget_shape_only_reads
 from undertow.ops.tables import make_plan
 from undertow.runtime.planned import Runner, differentiable_outputs, guess_pattern, make_planned
@@ -82,4 +83,4 @@ def derive(program: Program, pattern: Pattern, *, is_strict: bool = False) -> Pr
         outputs = [value for value, is_present in zip(carriers, pattern, strict=True) if is_present]
         wanted = [item.value for item in program.inputs if item.value in program.differentiable]
         program = forget_shape_only_reads(differentiate(program, outputs, wanted, is_strict=is_strict))
-    return remove_unused(program)
+    return compact_oversized(remove_unused(program))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch._ops import OpOverload
 
+from undertow.ops.oversized import register_oversized
 from undertow.ops.registry import Call, Case, Op, Sampler, case, composed, fused, kink, register
 
 aten = torch.ops.aten
@@ -328,4 +329,8 @@ register(
             case(draw(4), torch.tensor([3, 0, -1, 1]), _SUM),
         ],
     )
+)
+
+register_oversized(
+    aten.binary_cross_entropy.default, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from undertow.ops.oversized import register_oversized
 from undertow.ops.registry import Call, Case, Formula, Op, Sampler, Vjp, case, composed, fused, kink, register
 
 aten = torch.ops.aten
@@ -329,3 +330,5 @@ register(
         lambda draw: [case(draw(2, 8, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1])],
     )
 )
+
+register_oversized(aten.col2im.default)
