@@ -339,9 +339,8 @@ def main() -> None:
         print(*(line for line in lines if not line.startswith("RESULT")), sep="\n")
         for row in result["at_equal_peak"]:
             ratio = row["undertow_over_peer"]
-            print(
-                f"{name:10} {row['peer']:24} {row['peak_mib']:8.0f} MiB  {'refused' if ratio is None else f'{ratio:.3f}'}"
-            )
+            shown = "refused" if ratio is None else f"{ratio:.3f}"
+            print(f"{name:10} {row['peer']:24} {row['peak_mib']:8.0f} MiB  {shown}")
         results["models"][name] = result | {"machine": describe_machine()}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(results, indent=1) + "\n")

@@ -249,3 +249,35 @@ def test_help_needs_no_torch():
         "assert 'torch' not in sys.modules and code == 0\n"
     )
     subprocess.run([sys.executable, "-c", program, str(PACKAGE)], check=True, capture_output=True)
+
+
+def test_plan_fits_or_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    page = tmp_path / "report.html"
+    code, out, err = run(capsys, "plan", "lenet5", "--batch", "4", "--budget", "8MiB", "--html", str(page))
+    assert code == 0 and not err
+    assert "fits" in out and "at the peak" in out and "measured: peak" in out
+    assert page.read_text().lower().startswith("<!doctype html>")
+    code, data = run_json(capsys, "plan", "lenet5", "--batch", "4", "--budget", "8MiB", "--costs", "model")
+    assert code == 0 and data["fits"] and data["peak_bytes"] <= 8 * 2**20 and data["curve"]
+    code, out, err = run(capsys, "plan", "lenet5", "--budget", "1KiB")
+    assert code == 1 and "cannot be met" in err and "half the batch" in err
+    code, out, err = run(capsys, "plan", "lenet5", "--budget", "50%")
+    assert code == 2 and "budget" in err
+
+
+def test_solve_a_graph(capsys, tmp_path):
+    nodes = [{"id": index, "out_cost": 10 if index < 4 else 1, "duration": 1} for index in range(8)]
+    links = [{"0": index, "1": index + 1} for index in range(7)]
+    links += [{"0": index, "1": 7 - index} for index in range(3)]
+    graph = tmp_path / "graph.json"
+    graph.write_text(json.dumps({"nodes": nodes, "links": links}))
+    code, data = run_json(capsys, "solve", str(graph), "--peak", "0.9", "--order", "fixed")
+    assert code == 0
+    assert data["peak_ratio"] <= 0.9
+    assert data["lower_bound_percent"] <= data["extra_time_percent"]
+    assert data["seconds"] > 0
+    code, out, err = run(capsys, "solve", str(graph), "--peak", "0.1")
+    assert code == 1 and "infeasible" in out
+    for words in (("solve", str(tmp_path / "none.json"), "--peak", "0.9"), ("solve", str(graph), "--peak", "-1")):
+        assert run(capsys, *words)[0] == 2

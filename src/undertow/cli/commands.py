@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -57,6 +58,7 @@ OptimizerOption = Annotated[OptimizerName | None, typer.Option(help="Count this 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes two lines to stderr whenever it runs
     try:
         return app(words, prog_name="undertow", standalone_mode=False)
     except UsageError as error:

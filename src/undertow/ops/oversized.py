@@ -41,7 +41,9 @@ def _run(target: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def compact_oversized(program: Program) -> Program:
     """The Program with a compact form of every such operation."""
-    nodes = tuple(
-        replace(node, target=compact_of(node.target)) if node.target in _OVERSIZED else node for node in program.nodes
-    )
-    return replace(program, nodes=nodes)
+    nodes = list(program.nodes)
+    for position, node in enumerate(nodes):
+        target: Any = node.target
+        if target in _OVERSIZED:
+            nodes[position] = replace(node, target=compact_of(target))
+    return replace(program, nodes=tuple(nodes))

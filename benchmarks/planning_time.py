@@ -1,0 +1,126 @@
+"""How long planning takes with a warm cost cache, and how near its plans come to the bound.
+
+Usage: scripts/bench planning_time [--out F]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe_machine
+from torch import nn
+
+from undertow.api.budget_planning import CostSource, Terms, choose_plan, make_budget_planner
+from undertow.api.training import make_step
+from undertow.models import SMALL, ZOO
+from undertow.planner import curve
+
+
+class Long(nn.Module):
+    """A chain of `num_blocks` small residual blocks: about ten operations of the step each."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The chain's output."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def gpt(num_layers: int) -> tuple[nn.Module, Any, Any, Any]:
+    """GPT-2 of this depth and a width that fits any machine: the number of operations is what counts."""
+    model = ZOO["gpt"].build(num_layers=num_layers, width=64, num_heads=4, vocabulary=512, context=64)
+    tokens = torch.randint(512, (2, 64))
+    return model, (tokens,), (tokens,), ZOO["gpt"].loss
+
+
+def long() -> tuple[nn.Module, Any, Any, Any]:
+    """A program of more than 20,000 operations."""
+    return Long(1600), (torch.randn(64, 16),), (torch.randn(64, 16),), nn.functional.mse_loss
+
+
+WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Any, Any, Any]]] = {
+    "gpt2, 12 layers": lambda: gpt(12),
+    "gpt2, 48 layers": lambda: gpt(48),
+    "20,000 operations": long,
+}
+
+
+def plan_once(make: Callable[[], tuple[nn.Module, Any, Any, Any]]) -> dict[str, Any]:
+    """Plan twice, the second time with all costs known; half of the way from the most memory to the least."""
+    model, args, targets, loss = make()
+    step = make_step(model, len(args), loss, None, Terms(costs=CostSource.MEASURED))
+    for _ in range(2):
+        curve._KNOWN.clear()
+        start = time.perf_counter()
+        with torch.enable_grad():
+            captured = step._capture(step._runner.forward, (*args, *targets), {}, model)
+        program, held = step._derive(captured.program)
+        captured_s = time.perf_counter() - start
+        planner = make_budget_planner(program, held, Terms(costs=CostSource.MEASURED))
+        points = planner.curve.points
+        budget = (points[0].peak_bytes + points[-1].peak_bytes) // 2
+        plan = choose_plan(planner, budget)
+        seconds = time.perf_counter() - start
+    return {
+        "num_operations": len(program.nodes),
+        "num_operations_planned": len(plan.nodes),
+        "capture_and_derive_s": round(captured_s, 2),
+        "seconds": round(seconds, 2),
+        "peak_share": plan.peak_bytes / points[-1].peak_bytes,
+        "gap": plan.gap,
+        "outcome": plan.outcome.name.lower(),
+    }
+
+
+def zoo_gaps() -> dict[str, Any]:
+    """The gap at half of the peak (or at the least, where that is more) over the zoo at small size."""
+    found = {}
+    for name, entry in SMALL.items():
+        args, targets = entry.example_inputs(8), entry.example_targets(8)
+        step = make_step(entry.build(), len(args), entry.loss, None, Terms(costs=CostSource.MEASURED))
+        captured = step._capture(step._runner.forward, (*args, *targets), {}, step.model)
+        planner = make_budget_planner(*step._derive(captured.program), Terms(costs=CostSource.MEASURED))
+        points = planner.curve.points
+        budget = max(points[-1].peak_bytes // 2, planner.smallest().peak_bytes)
+        plan = choose_plan(planner, budget)
+        fastest = points[-1].time / 1e3
+        extra = plan.step_us - fastest
+        found[name] = {
+            "peak_share": plan.peak_bytes / points[-1].peak_bytes,
+            "extra_time": extra / fastest,
+            "gap": plan.gap,
+            "gap_share_of_extra": (plan.step_us - plan.lower_bound_us) / extra if extra > 0 else 0.0,
+        }
+    found["median gap"] = statistics.median(item["gap"] for item in found.values())
+    return found
+
+
+def main() -> None:
+    """Time all workloads."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", default="benchmarks/results/planning_time.json")
+    options = parser.parse_args()
+    results: dict[str, Any] = {"machine": describe_machine()}
+    for name, make in WORKLOADS.items():
+        results[name] = plan_once(make)
+        print(name, json.dumps(results[name]), flush=True)
+    results["zoo"] = zoo_gaps()
+    print(json.dumps(results["zoo"], indent=1))
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
