@@ -55,9 +55,9 @@ def held_bytes(
     held = {
         "parameters": _storage_bytes(model.parameters()),
         "buffers": _storage_bytes(model.buffers()),
-        "batch": sum(item.value.type.num_bytes for item in program.inputs if item.kind is InputKind.ARGUMENT),
+        "batch": sum(item.value.type.allocated_bytes for item in program.inputs if item.kind is InputKind.ARGUMENT),
         "constants": sum(
-            item.value.type.num_bytes
+            item.value.type.allocated_bytes
             for item in program.inputs
             if item.kind in (InputKind.CONSTANT, InputKind.ATTRIBUTE)
         ),

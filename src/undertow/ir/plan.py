@@ -94,14 +94,14 @@ class Plan:
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """Positions of nodes that run for a second time."""
-        seen: set[int] = set()
-        found = []
-        for position, base in enumerate(self.bases):
-            if base >= 0 and base in seen:
-                found.append(position)
-            seen.add(base)
-        return tuple(found)
+        """Positions of operations that run for a second time; views and the decoding of a code are none."""
+        return tuple(
+            position
+            for position, (node, base) in enumerate(zip(self.nodes, self.bases, strict=True))
+            if any(value in self.repeats for value in node.outputs if value is not None)
+            and _family(node) == _family(self.base.nodes[base])
+            and self.tables.duration_ns[position] > 0
+        )
 
     def __str__(self) -> str:
         kept_bytes = sum(item.num_bytes for item in self.kept)
@@ -124,3 +124,8 @@ class Plan:
             names = sorted({f"{node.name} ({node.origin})" for node in self.without_rule})
             lines.append(f"derivative taken through autograd at run time: {', '.join(names)}")
         return "\n".join(lines)
+
+
+def _family(node: Node) -> str:
+    """`tanh` for `tanh`, `tanh_` and `tanh.out`."""
+    return node.name.partition(".")[0].rstrip("_")

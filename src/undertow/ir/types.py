@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+CUDA_BLOCK_BYTES = 512  # the smallest block of PyTorch's caching allocator, and the unit of all others
+
 DTYPE_NAMES = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -50,6 +52,12 @@ class TensorType:
         return span * self.dtype.itemsize
 
     @property
+    def allocated_bytes(self) -> int:
+        """What the allocator takes for it: CUDA's rounds up."""
+        unit = CUDA_BLOCK_BYTES if self.device.type == "cuda" else 1
+        return -(-self.num_bytes // unit) * unit
+
+    @property
     def is_differentiable(self) -> bool:
         """Whether values of this dtype can carry a gradient."""
         return self.dtype.is_floating_point or self.dtype.is_complex
@@ -67,6 +75,11 @@ class OpaqueType:
 
     description: str
     num_bytes: int = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What its tensors take."""
+        return self.num_bytes
 
     @property
     def is_differentiable(self) -> bool:

@@ -37,7 +37,7 @@ def make_plan(
     program, base = reuse_dead_inputs(program), base or program
     lifetimes = find_lifetimes(program)
     tables = _make_tables(program, lifetimes, costs)
-    held = dict(held) if held is not None else {"inputs": sum(item.value.type.num_bytes for item in program.inputs)}
+    held = dict(held) if held is not None else {"inputs": sum(item.value.type.allocated_bytes for item in program.inputs)}
     return Plan(
         program=program,
         base=base,
@@ -64,7 +64,7 @@ def _make_tables(program: Program, lifetimes: Lifetimes, costs: Sequence[Cost]) 
         None if root in inputs else (lifetimes.born[root], min(lifetimes.last_use[root], len(program.nodes)))
         for root in numbers
     ]
-    sizes = tuple(root.type.num_bytes for root in numbers)
+    sizes = tuple(root.type.allocated_bytes for root in numbers)
     return Tables(
         storage={value: numbers[root] for value, root in lifetimes.root.items()},
         storage_bytes=sizes,
@@ -79,9 +79,9 @@ def _live_bytes(tables: Tables, program: Program, lifetimes: Lifetimes, held_byt
     change = [0] * (len(program.nodes) + 1)
     for root, born in lifetimes.born.items():
         if born >= 0:
-            change[born] += root.type.num_bytes
+            change[born] += root.type.allocated_bytes
             if lifetimes.last_use[root] < FOREVER:
-                change[lifetimes.last_use[root] + 1] -= root.type.num_bytes
+                change[lifetimes.last_use[root] + 1] -= root.type.allocated_bytes
     totals, alive = [], held_bytes
     for delta, workspace in zip(change, tables.workspace_bytes, strict=False):
         alive += delta

@@ -118,7 +118,7 @@ class _Builder:
         root = self.lifetimes.root[value]
         if root in self.inputs:
             return self.index.get(root)
-        return self._value(root, root.type.num_bytes)
+        return self._value(root, root.type.allocated_bytes)
 
     def _storages(self, values: Sequence[Value]) -> list[int]:
         found = (self._storage(value) for value in values)
