@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -168,8 +169,19 @@ class TrainStep:
     def _plan(self, program: Program, pattern: Any) -> Plan:
         program, held = self._derive(program)
         if self._terms.budget_bytes is None:
-            return make_plan(program, held=held)
-        return plan_for_budget(program, held, self._terms)
+            return make_plan(program, held=held, notes=self._notes())
+        return replace(plan_for_budget(program, held, self._terms), notes=self._notes())
+
+    def _notes(self) -> tuple[str, ...]:
+        if self._at_end is None:
+            return ()
+        name = type(self.optimizer).__name__
+        reason = f"{name} is not known to treat parameters one by one"
+        if self._at_end.clip_norm is not None:
+            reason = "clipping needs the norm of all gradients"
+        elif self._accumulate > 1:
+            reason = "gradients are accumulated over calls"
+        return (f"the optimizer steps after the backward pass, and gradients are held until then: {reason}",)
 
     def _derive(self, program: Program) -> tuple[Program, dict[str, int]]:
         """The whole step as one Program, and what it holds throughout."""

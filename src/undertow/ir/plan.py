@@ -61,6 +61,7 @@ class Plan:
     lower_bound_ns: int = 0
     outcome: Outcome = Outcome.UNCONSTRAINED
     has_measured_costs: bool = False
+    notes: tuple[str, ...] = ()  # what the reader should know besides
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -123,6 +124,7 @@ class Plan:
         if self.without_rule:
             names = sorted({f"{node.name} ({node.origin})" for node in self.without_rule})
             lines.append(f"derivative taken through autograd at run time: {', '.join(names)}")
+        lines += self.notes
         return "\n".join(lines)
 
 

@@ -37,7 +37,9 @@ def make_plan(
     program, base = reuse_dead_inputs(program), base or program
     lifetimes = find_lifetimes(program)
     tables = _make_tables(program, lifetimes, costs)
-    held = dict(held) if held is not None else {"inputs": sum(item.value.type.allocated_bytes for item in program.inputs)}
+    held = (
+        dict(held) if held is not None else {"inputs": sum(item.value.type.allocated_bytes for item in program.inputs)}
+    )
     return Plan(
         program=program,
         base=base,

@@ -30,6 +30,7 @@ def print_plan(plan: Plan, cannot_see: Sequence[str] = ()) -> str:
     parts += [_largest(decisions.peak.largest)] if decisions.peak.largest else []
     parts += [_layers_table(decisions)] if decisions.layers else []
     parts += _lists(decisions.total, MAX_SENTENCES)
+    parts += ["\n".join(map(wrap, plan.notes))] if plan.notes else []
     parts += ["\n".join(["not counted", *(wrap(line, "  ") for line in cannot_see)])] if cannot_see else []
     return "\n\n".join(parts)
 
