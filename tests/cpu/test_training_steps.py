@@ -118,9 +118,9 @@ def test_the_models_own_loss():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = ut.train_step(model, (), {"input_ids": tokens, "labels": tokens}, optimizer=optimizer)
     assert step(input_ids=tokens, labels=tokens) > step(input_ids=tokens, labels=tokens)
-    assert "transformer.h.0" in step.explain("transformer.h.0")
+    assert "transformer.h.0" in step.plan.explain("transformer.h.0")
     with pytest.raises(ut.CallError, match="no module"):
-        step.explain("transformer.g")
+        step.plan.explain("transformer.g")
 
 
 def test_wrong_calls():

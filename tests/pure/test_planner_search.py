@@ -38,7 +38,7 @@ def test_tiny_instances_are_solved_as_by_exhaustive_search(is_fixed_order):
                 continue
             assert found.peak_bytes <= budget
             assert bound.amount <= found.time, (seed, budget)
-    assert num_checked > 1000
+    assert num_checked > 550  # in each of the two order modes
     assert num_missed <= 0.005 * num_checked, (num_missed, num_checked)
 
 

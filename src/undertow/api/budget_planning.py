@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -19,6 +19,7 @@ from undertow.ops.own import GENERATOR_STATE
 from undertow.planner.plan import Planner, make_planner
 from undertow.report.optimizer_state import count_optimizer_state
 from undertow.report.peak import find_peak
+from undertow.report.plan_summary import explain
 from undertow.report.timeline import Role, Timeline
 from undertow.runtime.cost_cache import cache_path, load_costs, save_costs
 from undertow.runtime.costs import measure_costs, model_cost
@@ -127,7 +128,7 @@ def choose_plan(planner: Planner, budget_bytes: int | None) -> Plan:
         if plan is None or budget_bytes < least.peak_bytes:
             raise _refusal(budget_bytes, least, planner.curve.lower_bound_peak_bytes)
     assert plan is not None
-    return check_plan(plan)
+    return replace(check_plan(plan), explainer=explain)
 
 
 def _refusal(budget_bytes: int, least: Plan, lower_bound_bytes: int) -> InfeasibleBudget:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,20 +15,32 @@ from undertow.runtime.measure import Measurement, measure_call
 
 
 def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
-    """Run a step once for its peak and once for its time.
+    """Run a step twice: for its time, and under the profiler for its peak.
 
     `step` is what `train_step` returned, or a module, planned or not: of a module, forward and backward from a sum of
-    its outputs. Gradients that exist are dropped first, and left as the step leaves them.
+    its outputs. A step trains as it always does; of a module, gradients are dropped before each run.
     """
     given = [tensor for _, tensor in tensors_in((args, kwargs))]
     if isinstance(step, TrainStep):
-        return measure_call(lambda: step(*args, **kwargs), [*step.persistent_tensors(), *given])
+        seconds = _time(lambda: step(*args, **kwargs))
+        measured = measure_call(lambda: step(*args, **kwargs), [*step.persistent_tensors(), *given])
+        return replace(measured, step_s=seconds)
     if not isinstance(step, torch.nn.Module):
         raise CallError(f"step must be a train_step or a module, got {type(step).__name__}")
-    step.zero_grad(set_to_none=True)
 
     def call() -> None:
         outputs = [tensor for _, tensor in tensors_in(step(*args, **kwargs)) if tensor.requires_grad]
         torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
 
-    return measure_call(call, [*step.parameters(), *step.buffers(), *given])
+    step.zero_grad(set_to_none=True)
+    seconds = _time(call)
+    step.zero_grad(set_to_none=True)
+    return replace(measure_call(call, [*step.parameters(), *step.buffers(), *given]), step_s=seconds)
+
+
+def _time(call: Any) -> float:
+    start = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -26,6 +26,7 @@ from undertow.ops.cleaning import remove_unused
 from undertow.ops.oversized import compact_oversized
 from undertow.ops.shape_only import forget_shape_only_reads
 from undertow.ops.tables import make_plan
+from undertow.report.plan_summary import explain
 from undertow.runtime.planned import Runner, differentiable_outputs, guess_pattern, make_planned
 from undertow.runtime.step import Pattern
 
@@ -72,7 +73,7 @@ class RunnerMaker:
         program = derive(program, pattern, is_strict=self.is_strict)
         held = held_bytes(module, program, self.terms.optimizer)
         if self.terms.budget_bytes is None or not program.backward_nodes:
-            return make_plan(program, held=held)
+            return make_plan(program, held=held, explainer=explain)
         return plan_for_budget(program, held, self.terms)
 
 

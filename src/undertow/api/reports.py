@@ -23,7 +23,7 @@ from undertow.api.planning import RunnerMaker, derive
 from undertow.capture.capture import capture
 from undertow.ir import Plan
 from undertow.report.page import render_page
-from undertow.report.plan_summary import explain, plan_to_dict, print_plan
+from undertow.report.plan_summary import plan_to_dict, print_plan
 from undertow.runtime.measure import Measurement
 from undertow.runtime.planned import guess_pattern, make_planned
 
@@ -41,10 +41,6 @@ class PlanReport:
     plan: Plan
     curve: tuple[tuple[int, float], ...]
     measured: Measurement | None
-
-    def explain(self, module_path: str = "") -> str:
-        """What was decided for one layer and those inside it, and why."""
-        return explain(self.plan, module_path)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""

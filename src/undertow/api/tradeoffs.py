@@ -85,6 +85,9 @@ class LargestBatch:
     step: TrainStep
     measured: Measurement
 
+    def __int__(self) -> int:
+        return self.batch
+
 
 def largest_batch(
     model: torch.nn.Module,

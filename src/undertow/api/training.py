@@ -122,10 +122,6 @@ class TrainStep:
         """The plan of the step that was last captured or run."""
         return self._runner.plan
 
-    def explain(self, module_path: str = "") -> str:
-        """What was decided for one layer and those inside it, and why."""
-        return explain(self.plan, module_path)
-
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture and plan the step for such arguments; runs nothing."""
         with torch.enable_grad():
@@ -169,7 +165,7 @@ class TrainStep:
     def _plan(self, program: Program, pattern: Any) -> Plan:
         program, held = self._derive(program)
         if self._terms.budget_bytes is None:
-            return make_plan(program, held=held, notes=self._notes())
+            return make_plan(program, held=held, notes=self._notes(), explainer=explain)
         return replace(plan_for_budget(program, held, self._terms), notes=self._notes())
 
     def _notes(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -62,6 +63,12 @@ class Plan:
     outcome: Outcome = Outcome.UNCONSTRAINED
     has_measured_costs: bool = False
     notes: tuple[str, ...] = ()  # what the reader should know besides
+    explainer: Callable[[Plan, str], str] | None = field(default=None, repr=False)  # reports are made further up
+
+    def explain(self, module_path: str = "") -> str:
+        """What was decided for one layer and those inside it, and why; the empty path is the whole model."""
+        assert self.explainer is not None
+        return self.explainer(self, module_path)
 
     @property
     def nodes(self) -> tuple[Node, ...]:

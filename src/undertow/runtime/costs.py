@@ -10,7 +10,7 @@ one session, since starting the profiler costs more than most of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from undertow.ir import Node, OpaqueType, Value, map_values
 from undertow.ir.cost import Cost, signature
 from undertow.ops.modes import below_autograd
-from undertow.ops.own import GUARDS, is_view
+from undertow.ops.own import GUARDS, Replayed, default_generator, is_view
 from undertow.ops.schema import flatten_outputs
 from undertow.ops.updates import DeliverGradient, StepAfterwards
 from undertow.ops.work import work_of
@@ -71,6 +71,8 @@ def _can_run_alone(node: Node) -> bool:
 def _prepare(node: Node) -> tuple[Callable[[], Any], dict[int, int]]:
     """A call of the node on made-up tensors, and the memory that these lie in."""
     tensors = {value: _make_tensor(value) for value in dict.fromkeys(node.inputs)}
+    if isinstance(node.target, Replayed):  # a generator takes no made-up state
+        tensors[node.args[0]] = default_generator(node.target.device).get_state()
     args = map_values(node.args, tensors.__getitem__)
     kwargs = {name: map_values(item, tensors.__getitem__) for name, item in node.kwargs.items()}
     rehearse = getattr(node.target, "prepare_rehearsal", None)
@@ -114,37 +116,47 @@ def _measure_workspace(nodes: Sequence[Node]) -> list[int | None]:
         return [_measure_workspace_cuda(node) for node in nodes]
     found: list[int | None] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for index, node in enumerate(nodes):
-            found.append(_run_marked(node, f"undertow::{index}"))
-    events = profiler.profiler.kineto_results.events()
-    marks = {event.name(): event for event in events if event.name().startswith("undertow::")}
-    memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    memory.sort(key=lambda item: item[0])  # by time alone: at one instant the order of the events counts
-    position = 0
+        for node in nodes:
+            found.append(_run_marked(node))
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    sizes = iter([event.nbytes() for event in events])
     for index, output_bytes in enumerate(found):
-        if output_bytes is None:
-            continue
-        mark = marks[f"undertow::{index}"]
-        while position < len(memory) and memory[position][0] < mark.start_ns():
-            position += 1
-        current = peak = 0
-        while position < len(memory) and memory[position][0] <= mark.end_ns():
-            current += memory[position][1]
-            peak = max(peak, current)
-            position += 1
-        found[index] = max(0, peak - output_bytes)
+        if output_bytes is not None:
+            found[index] = max(0, _peak_between_marks(sizes) - output_bytes)
     return found
 
 
-def _run_marked(node: Node, mark: str) -> int | None:
-    """Run a node inside a profiler mark; the bytes of its fresh outputs, None if it refused its arguments."""
+# Two allocations of odd sizes mark an operation's begin and end among the memory events: their order can be relied on,
+# and the clocks of events and of ranges differ by more than a small kernel takes.
+BEGIN_BYTES, END_BYTES = 12_347, 12_349
+
+
+def _peak_between_marks(sizes: Iterator[int]) -> int:
+    """The most that was allocated at once between the next two marks."""
+    for size in sizes:
+        if size == BEGIN_BYTES:
+            break
+    current = peak = 0
+    for size in sizes:
+        if size == END_BYTES:
+            break
+        current += size
+        peak = max(peak, current)
+    return peak
+
+
+def _run_marked(node: Node) -> int | None:
+    """Run a node between two marks; the bytes of its fresh outputs, None if it refused its arguments."""
     with below_autograd(), torch.enable_grad():
         try:
             call, given = _prepare(node)
-            with torch.profiler.record_function(mark):
-                outputs = flatten_outputs(call())
+            begin = torch.empty(BEGIN_BYTES, dtype=torch.uint8)
+            outputs = flatten_outputs(call())
+            end = torch.empty(END_BYTES, dtype=torch.uint8)
         except (RuntimeError, IndexError):  # made-up numbers need not make sense to every kernel, nor need they fit
             return None
+    del begin, end
     kept = [output for output, value in zip(outputs, node.outputs, strict=False) if value is not None]
     return sum(size for pointer, size in _storages(kept).items() if pointer not in given)
 
