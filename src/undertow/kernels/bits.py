@@ -12,6 +12,8 @@ import numba
 import numpy
 import torch
 
+from undertow.kernels.threads import run_parallel
+
 
 def _flat(tensor: torch.Tensor) -> Any:
     """The elements in the order of memory, as a NumPy array over the same memory."""
@@ -54,7 +56,7 @@ def _select_by_bits(elements: Any, packed: Any, selected: Any) -> None:
 def pack_signs(tensor: torch.Tensor) -> torch.Tensor:
     """One bit per element: whether it is not <= 0."""
     packed = torch.empty(num_packed_bytes(tensor.numel()), dtype=torch.uint8)
-    _pack_signs(_flat(tensor), packed.numpy())
+    run_parallel(_pack_signs, _flat(tensor), packed.numpy())
     return packed
 
 
@@ -63,7 +65,7 @@ def select_by_bits(tensor: torch.Tensor, packed: torch.Tensor, strides: tuple[in
     selected = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
     if tensor.stride() != strides:
         tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
-    _select_by_bits(_flat(tensor), packed.numpy(), _flat(selected))
+    run_parallel(_select_by_bits, _flat(tensor), packed.numpy(), _flat(selected))
     return selected
 
 

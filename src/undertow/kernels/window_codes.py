@@ -10,6 +10,8 @@ from typing import Any
 import numba
 import torch
 
+from undertow.kernels.threads import run_parallel
+
 Pair = tuple[int, int]
 
 
@@ -42,7 +44,7 @@ def encode_windows(
 ) -> torch.Tensor:
     """One byte per window; `width` is that of the plane that was pooled."""
     codes = torch.empty(indices.shape, dtype=torch.uint8)
-    _encode(_planes(indices), _planes(codes), width, kernel_width, stride, padding, dilation)
+    run_parallel(_encode, _planes(indices), _planes(codes), width, kernel_width, stride, padding, dilation)
     return codes
 
 
@@ -51,7 +53,7 @@ def decode_windows(
 ) -> torch.Tensor:
     """PyTorch's indices from the codes."""
     indices = torch.empty(codes.shape, dtype=torch.int64)
-    _decode(_planes(codes), _planes(indices), width, kernel_width, stride, padding, dilation)
+    run_parallel(_decode, _planes(codes), _planes(indices), width, kernel_width, stride, padding, dilation)
     return indices
 
 
