@@ -22,7 +22,9 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     """
     given = [tensor for _, tensor in tensors_in((args, kwargs))]
     if isinstance(step, TrainStep):
+        step.drop_gradients()
         seconds = _time(lambda: step(*args, **kwargs))
+        step.drop_gradients()
         measured = measure_call(lambda: step(*args, **kwargs), [*step.persistent_tensors(), *given])
         return replace(measured, step_s=seconds)
     if not isinstance(step, torch.nn.Module):

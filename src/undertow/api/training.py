@@ -134,6 +134,11 @@ class TrainStep:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules ask for it
         return loss
 
+    def drop_gradients(self) -> None:
+        """Without an optimizer gradients stay with their parameters, and the next call would add to them."""
+        if self.optimizer is None:
+            self.model.zero_grad(set_to_none=True)
+
     def persistent_tensors(self) -> list[torch.Tensor]:
         """What the step holds between calls: parameters, buffers, gradients, the optimizer's state."""
         entries = self.optimizer.state.values() if self.optimizer is not None else ()
