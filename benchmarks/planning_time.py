@@ -92,7 +92,7 @@ def zoo_gaps() -> dict[str, Any]:
         captured = step._capture(step._runner.forward, (*args, *targets), {}, step.model)
         planner = make_budget_planner(*step._derive(captured.program), Terms(costs=CostSource.MEASURED))
         points = planner.curve.points
-        budget = max(points[-1].peak_bytes // 2, planner.smallest().peak_bytes)
+        budget = max(points[-1].peak_bytes // 2, planner.smallest.peak_bytes)
         plan = choose_plan(planner, budget)
         fastest = points[-1].time / 1e3
         extra = plan.step_us - fastest

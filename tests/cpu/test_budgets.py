@@ -106,7 +106,7 @@ def test_every_budget(name):
     torch.manual_seed(5)  # branches on random numbers are captured as they will go
     planned = Planned(model, args, kwargs, targets, loss)
     points = planned.planner.curve.points
-    least, most = planned.planner.smallest().peak_bytes, points[-1].peak_bytes
+    least, most = planned.planner.smallest.peak_bytes, points[-1].peak_bytes
     slowest = math.inf
     for number in range(NUM_BUDGETS):
         budget = least + (most - least) * number // (NUM_BUDGETS - 1)

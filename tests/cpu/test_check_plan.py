@@ -28,7 +28,7 @@ def plan():
     step = make_step(model, 1, nn.functional.cross_entropy, optimizer, terms)
     captured = step._capture(step._runner.forward, (x, y), {}, model)
     planner = make_budget_planner(*step._derive(captured.program), terms)
-    plan = choose_plan(planner, planner.smallest().peak_bytes)
+    plan = choose_plan(planner, planner.smallest.peak_bytes)
     assert plan.recomputed and any(isinstance(node.target, Replayed) for node in plan.nodes)
     assert any(isinstance(node.target, UpdateParameter) for node in plan.nodes)
     return plan

@@ -100,7 +100,7 @@ def _cost_table(nodes: list[Node], costs: CostSource) -> Callable[[Node], Cost]:
         device = next((value.tensor_type.device for node in nodes for value in node.kept_outputs), torch.device("cpu"))
         path = cache_path(device)
         known = load_costs(path)
-        if measure_costs(nodes, known, lambda done, total: None):
+        if measure_costs(nodes, known):
             save_costs(path, known)
     modelled: dict[str, Cost] = {}
 
@@ -124,7 +124,7 @@ def choose_plan(planner: Planner, budget_bytes: int | None) -> Plan:
     """The checked plan within the budget; raises InfeasibleBudget with the least that would do."""
     plan = planner.plan_within(budget_bytes)
     if budget_bytes is not None:
-        least = planner.smallest()
+        least = planner.smallest
         if plan is None or budget_bytes < least.peak_bytes:
             raise _refusal(budget_bytes, least, planner.curve.lower_bound_peak_bytes)
     assert plan is not None

@@ -115,7 +115,7 @@ def largest_batch(
             return refusal
         return step
 
-    best = _search_batch(try_batch, terms.budget_bytes or 0)
+    best = _search_batch(try_batch)
     while True:
         step = try_batch(best)
         assert isinstance(step, TrainStep)
@@ -128,7 +128,7 @@ def largest_batch(
             raise CallError("not even one example fits when it is run")
 
 
-def _search_batch(try_batch: Callable[[int], TrainStep | InfeasibleBudget], budget_bytes: int) -> int:
+def _search_batch(try_batch: Callable[[int], TrainStep | InfeasibleBudget]) -> int:
     """Doubling to an upper end, then halving the interval; memory grows with the batch."""
     first = try_batch(1)
     if isinstance(first, InfeasibleBudget):

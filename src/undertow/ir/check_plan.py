@@ -208,7 +208,7 @@ class _Comparison:
             self._check_node(position, node, self.base.nodes[base], is_again=base in seen)
             if not _is_code(node, self.base.nodes[base]):
                 seen.add(base)
-        self._check_effects(seen)
+        self._check_effects()
         self._check_results()
 
     def original(self, value: Value) -> Value:
@@ -271,7 +271,7 @@ class _Comparison:
             if not sources or not sources <= wanted:
                 raise PlanError(f"{name} stands for {base.name} and reads {value}, which is no code of its values")
 
-    def _check_effects(self, seen: set[int]) -> None:
+    def _check_effects(self) -> None:
         """Random draws and guards run once, in the base's order."""
         effects = [index for index, node in enumerate(self.base.nodes) if _is_random(node) or _is_guard(node)]
         found = [

@@ -52,6 +52,11 @@ class TensorType:
         return span * self.dtype.itemsize
 
     @property
+    def is_contiguous(self) -> bool:
+        """Whether it lies row by row without gaps."""
+        return self.strides == contiguous_strides(self.shape)
+
+    @property
     def allocated_bytes(self) -> int:
         """What the allocator takes for it: CUDA's rounds up."""
         unit = CUDA_BLOCK_BYTES if self.device.type == "cuda" else 1
@@ -64,7 +69,7 @@ class TensorType:
 
     def __str__(self) -> str:
         text = f"{DTYPE_NAMES.get(self.dtype, str(self.dtype))}[{','.join(map(str, self.shape))}]"
-        if self.strides != contiguous_strides(self.shape):
+        if not self.is_contiguous:
             text += f"({','.join(map(str, self.strides))})"
         return text if self.device.type == "cpu" else f"{text}@{self.device}"
 

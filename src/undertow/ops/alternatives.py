@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from undertow.ir import Node, Program, TensorType, Value
-from undertow.ir.types import contiguous_strides
 from undertow.kernels.bits import num_packed_bytes, pack_mask, unpack_mask
 from undertow.ops.lifetimes import is_dense, shared_argument
 from undertow.ops.own import GENERATOR_STATE_BYTES, OwnOperation, Replayed, is_random
@@ -164,8 +163,3 @@ def _readings(position: int, node: Node) -> Iterator[Alternative]:
     origin = replace(node.origin, derived_from=value.name)
     yield Alternative(Role.ENCODE, position, Node(record.encode, (value,), {}, (code,), origin), code=code)
     yield Alternative(Role.READ, position, replace(node, target=target, args=args, kwargs={}), code=code)
-
-
-def is_contiguous(kind: TensorType) -> bool:
-    """Whether a tensor of this type lies row by row without gaps."""
-    return kind.strides == contiguous_strides(kind.shape)

@@ -13,7 +13,7 @@ import torch
 
 from undertow.ir import operation_name
 from undertow.ops.modes import AutocastState, restored_autocast, with_autograd
-from undertow.ops.own import default_generator
+from undertow.ops.own import Replayed
 from undertow.ops.schema import flatten_outputs
 
 OriginalApply = torch.autograd.Function.__dict__["apply"].__func__
@@ -90,7 +90,7 @@ class ThroughAutograd:
             if state is None:
                 outputs = flatten_outputs(self.target(*leaf_args, **leaf_kwargs))
             else:
-                outputs = self._run_under(state, leaf_args, leaf_kwargs, leaves)
+                outputs = list(Replayed(self.target, leaves[0].device)(state, *leaf_args, **leaf_kwargs))
             return _pull_back(outputs, [leaves[position] for position in self.wanted], cts)
 
     def _make_leaves(self, arguments: Any, leaves: list[torch.Tensor]) -> Any:
@@ -101,16 +101,6 @@ class ThroughAutograd:
         if isinstance(arguments, tuple | list):
             return tuple(self._make_leaves(item, leaves) for item in arguments)
         return arguments
-
-    def _run_under(self, state: torch.Tensor, args: Any, kwargs: Any, leaves: list[torch.Tensor]) -> list[Any]:
-        given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
-        generator = given[0] if given else default_generator(leaves[0].device)
-        before = generator.get_state()
-        generator.set_state(state)
-        try:
-            return flatten_outputs(self.target(*args, **kwargs))
-        finally:
-            generator.set_state(before)
 
     def __str__(self) -> str:
         return f"through_autograd[{operation_name(self.target)}]"

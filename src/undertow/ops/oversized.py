@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from undertow.ir import Program
+from undertow.ir import Program, operation_name
 from undertow.ops.own import OwnOperation
 
 _OVERSIZED: set[Any] = set()
@@ -31,7 +31,7 @@ def oversized_operations() -> frozenset[Any]:
 @cache
 def compact_of(target: Any) -> OwnOperation:
     """`target` with its output in memory of its own size."""
-    return OwnOperation(f"{str(target).removeprefix('aten.').removesuffix('.default')}.compact", partial(_run, target))
+    return OwnOperation(f"{operation_name(target)}.compact", partial(_run, target))
 
 
 def _run(target: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

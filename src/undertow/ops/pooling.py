@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from undertow.ir import TensorType
 from undertow.kernels.window_codes import decode_windows, encode_windows
-from undertow.ops.alternatives import Codec, is_contiguous, register_codec
+from undertow.ops.alternatives import Codec, register_codec
 from undertow.ops.own import OwnOperation
 from undertow.ops.registry import Call, Op, case, composed, fused, register
 from undertow.ops.resampling import apply_transposed
@@ -66,7 +66,7 @@ _register_max_pool(
 
 def _window_codec(bound: dict[str, Any], kind: TensorType) -> Codec | None:
     kernel = _per_dim(bound["kernel_size"], 2)
-    if kernel[0] * kernel[1] > 256 or not is_contiguous(kind):
+    if kernel[0] * kernel[1] > 256 or not kind.is_contiguous:
         return None
     stride = tuple(_per_dim(bound["stride"] or kernel, 2))
     geometry = (

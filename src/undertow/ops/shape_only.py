@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from undertow.ir import Node, Program, TensorType, Value
-from undertow.ir.types import contiguous_strides
 from undertow.ops.own import BLANK
 
 _SHAPE_ONLY: dict[Any, int] = {}
@@ -46,12 +45,7 @@ def forget_shape_only_reads(program: Program) -> Program:
 
 
 def _can_be_blank(kind: Any) -> bool:
-    return (
-        isinstance(kind, TensorType)
-        and kind.device.type == "cpu"
-        and kind.strides == contiguous_strides(kind.shape)
-        and kind.num_elements > 0
-    )
+    return isinstance(kind, TensorType) and kind.device.type == "cpu" and kind.is_contiguous and kind.num_elements > 0
 
 
 def _blank_like(argument: Value, node: Node, position: int) -> Node:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from undertow.ir import Node, Outcome, Plan, Program
 from undertow.ir.cost import Cost
@@ -23,7 +24,7 @@ from undertow.planner.search import Solution
 PROVED = 1e-4  # a gap below this counts as none: durations are measured no better
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Planner:
     """A step with its curve, ready to be planned for any budget."""
 
@@ -39,20 +40,18 @@ class Planner:
             plan = self.realise(point, budget_bytes)
             # What runs may hold more than the search counted; the next point is slower and smaller.
             if budget_bytes is None or plan.peak_bytes <= budget_bytes:
-                return plan
+                return self._with_bound(plan, point)
         return None
 
+    @cached_property
     def smallest(self) -> Plan:
-        """The plan of the least peak."""
+        """The plan of the least peak; the same for every budget."""
         plans = [self.realise(point, None) for point in self.curve.points[:3]]
         return min(plans, key=lambda plan: plan.peak_bytes)
 
     def realise(self, point: Solution, budget_bytes: int | None) -> Plan:
         """The Plan that runs a point of the curve."""
         rebuilt = rebuild(self.problem, point.schedule.tolist())
-        bound = lower_bound_time(self.problem.instance, budget_bytes or point.peak_bytes, False).amount
-        is_proved = point.time <= bound * (1 + PROVED)
-        outcome = Outcome.OPTIMAL if is_proved else Outcome.FEASIBLE if self.curve.is_complete else Outcome.TIMED_OUT
         return make_plan(
             rebuilt.program,
             base=self.problem.program,
@@ -61,10 +60,18 @@ class Planner:
             cost_of=self.cost_of,
             held=self.held,
             budget_bytes=budget_bytes,
-            lower_bound_ns=bound,
-            outcome=Outcome.UNCONSTRAINED if budget_bytes is None else outcome,
             has_measured_costs=self.has_measured_costs,
         )
+
+    def _with_bound(self, plan: Plan, point: Solution) -> Plan:
+        """The plan with what is proved of it; the bound is a linear program, solved for the chosen plan alone."""
+        bound = lower_bound_time(self.problem.instance, plan.budget_bytes or point.peak_bytes, False).amount
+        outcome = Outcome.FEASIBLE if self.curve.is_complete else Outcome.TIMED_OUT
+        if point.time <= bound * (1 + PROVED):
+            outcome = Outcome.OPTIMAL
+        if plan.budget_bytes is None:
+            outcome = Outcome.UNCONSTRAINED
+        return replace(plan, lower_bound_ns=bound, outcome=outcome)
 
 
 def make_planner(

@@ -33,8 +33,6 @@ MODEL_FLOPS_PER_NS = 100.0
 MODEL_BYTES_PER_NS = 8.0
 MODEL_CALL_NS = 3_000
 
-Progress = Callable[[int, int], None]
-
 
 def model_cost(node: Node) -> Cost:
     """The cost by arithmetic and memory traffic, without running anything."""
@@ -45,7 +43,7 @@ def model_cost(node: Node) -> Cost:
     return Cost(int(busy) + MODEL_CALL_NS, getattr(node.target, "workspace_bytes", 0))
 
 
-def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], progress: Progress) -> int:
+def measure_costs(nodes: Iterable[Node], known: dict[str, Cost]) -> int:
     """Add to `known` the cost of every node that can be run alone and is not there yet; returns how many those were.
 
     One operation at a time, on nothing but its own tensors: a step that fits holds more than that.
@@ -55,10 +53,9 @@ def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], progress: Progr
         return 0
     num_known = len(known)
     measured = _measure_workspace(list(missing.values()))
-    for index, ((key, node), workspace) in enumerate(zip(missing.items(), measured, strict=True)):
+    for (key, node), workspace in zip(missing.items(), measured, strict=True):
         if workspace is not None:
             known[key] = Cost(_measure_duration(node), workspace)
-        progress(index + 1, len(missing))
     return len(known) - num_known
 
 
