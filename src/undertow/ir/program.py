@@ -86,11 +86,11 @@ class Node:
     kwargs: dict[str, Any]
     outputs: tuple[Value | None, ...]
     origin: Origin
+    # Every Value among the arguments, in order, repetitions included; every pass asks for it.
+    inputs: tuple[Value, ...] = field(init=False, repr=False)
 
-    @property
-    def inputs(self) -> tuple[Value, ...]:
-        """Every Value among the arguments, in order, repetitions included."""
-        return tuple(values_in((self.args, tuple(self.kwargs.values()))))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", tuple(values_in((self.args, tuple(self.kwargs.values())))))
 
     @property
     def kept_outputs(self) -> tuple[Value, ...]:

@@ -60,9 +60,8 @@ def make_arena(instance: Instance, is_fixed_order: bool, num_scheduled: Int64s, 
     num_kinds, num_values = instance.num_kinds, instance.num_values
     is_small = num_kinds < SMALL_KINDS
     touched, flags, read_starts, write_starts = _touched(instance)
-    num_uses = np.zeros(num_values, np.int64)
-    for kind in range(num_kinds):
-        num_uses[touched[read_starts[kind] : read_starts[kind + 1]]] += 1 + num_scheduled[kind]
+    runs_of_touched = np.repeat(1 + num_scheduled, np.diff(read_starts))
+    num_uses = np.bincount(touched, weights=runs_of_touched, minlength=num_values).astype(np.int64)
     capacity = (6 if is_small else 3) * num_uses + (32 if is_small else 16)
     max_runs = (10 if is_small else 4) * num_kinds + 2 * int(num_scheduled.sum()) + 64
     max_journal = 4 * max_runs
@@ -121,19 +120,16 @@ def make_arena(instance: Instance, is_fixed_order: bool, num_scheduled: Int64s, 
 
 def _touched(instance: Instance) -> tuple[Int64s, Int64s, Int64s, Int64s]:
     """Per kind the values it reads and then those it writes, with flags, and where both parts begin."""
-    touched: list[int] = []
-    flags: list[int] = []
-    read_starts: list[int] = []
-    write_starts: list[int] = []
-    for kind in range(instance.num_kinds):
-        read_starts.append(len(touched))
-        destroyed = set(instance.destroys.row(kind))
-        reads, writes = instance.reads.row(kind), instance.writes.row(kind)
-        touched.extend(reads)
-        flags.extend(DESTROY if value in destroyed else READ for value in reads)
-        write_starts.append(len(touched))
-        touched.extend(writes)
-        flags.extend([WRITE] * len(writes))
-    read_starts.append(len(touched))
-    parts = [np.array(part, np.int64) for part in (touched, flags, read_starts, write_starts)]
-    return parts[0], parts[1], parts[2], parts[3]
+    reads, writes, destroys = instance.reads, instance.writes, instance.destroys
+    # Reads of kind k move up by the writes of the kinds before it, writes by the reads of kinds up to k.
+    read_places = np.arange(len(reads.items)) + writes.starts[reads.owners()]
+    write_places = np.arange(len(writes.items)) + reads.starts[writes.owners() + 1]
+    touched, flags = np.zeros((2, len(reads.items) + len(writes.items)), np.int64)
+    touched[read_places], touched[write_places] = reads.items, writes.items
+    is_destroyed = np.isin(
+        reads.owners() * instance.num_values + reads.items, destroys.owners() * instance.num_values + destroys.items
+    )
+    flags[read_places] = np.where(is_destroyed, DESTROY, READ)
+    flags[write_places] = WRITE
+    read_starts = reads.starts + writes.starts
+    return touched, flags, read_starts, read_starts[:-1] + np.diff(reads.starts)

@@ -68,16 +68,17 @@ class Necessity:
                 if self.sole_writer[value] >= 0:
                     self.needed_by[self.sole_writer[value]].append(kind)
         roots = [self.sole_writer[value] for value in instance.targets.tolist() if self.sole_writer[value] >= 0]
-        self.required = self._reach(roots, self._needs)
+        self.required = self._reach(roots, self.needs)
         # A value no kind can make a second time: it must be held from its making to its last necessary read.
         self.is_unique = [not any(instance.can_repeat[kind] for kind in row) for row in self.writers]
 
-    def _needs(self, kind: int) -> list[int]:
+    def needs(self, kind: int) -> list[int]:
+        """Kinds without which this one cannot run."""
         return [self.sole_writer[value] for value in self.reads[kind] if self.sole_writer[value] >= 0]
 
     def before(self, kind: int) -> set[int]:
         """Kinds that run before the first run of this one."""
-        return self._reach(self._needs(kind), self._needs)
+        return self._reach(self.needs(kind), self.needs)
 
     def after(self, kind: int) -> set[int]:
         """Kinds that cannot run before the first run of this one."""
@@ -105,30 +106,15 @@ def lower_bound_peak(instance: Instance, is_fixed_order: bool) -> Bound:
     """Bytes that every valid schedule holds at some run."""
     necessity = Necessity(instance)
     reuse = instance.reuse_bytes()
-    base_index = {kind: index for index, kind in enumerate(instance.order.tolist())}
-    initial, targets = set(instance.initial.tolist()), set(instance.targets.tolist())
-    unique = [value for value, is_unique in enumerate(necessity.is_unique) if is_unique and instance.size_bytes[value]]
-    readers: dict[int, list[int]] = {value: [] for value in unique}
-    for kind in necessity.required:
-        for value in necessity.reads[kind]:
-            if value in readers:
-                readers[value].append(kind)
+    # Whatever the targets need is in the base order, each kind behind those it needs.
+    required = [kind for kind in instance.order.tolist() if kind in necessity.required]
+    held_before, read_after = _unique_values_around(instance, necessity, required, is_fixed_order)
     best, best_kind = instance.fixed_bytes, -1
-    for kind in sorted(necessity.required):
-        held = set(necessity.reads[kind])
-        if unique:
-            known_before, known_after = necessity.before(kind), necessity.after(kind)
-            if is_fixed_order and kind in base_index:
-                place = base_index[kind]
-                base_required = [other for other in instance.order.tolist() if other in necessity.required]
-                known_before |= {other for other in base_required if base_index[other] < place}
-                known_after |= {other for other in base_required if base_index[other] > place}
-            for value in unique:
-                is_made = value in initial or necessity.sole_writer[value] in known_before
-                if is_made and (value in targets or not known_after.isdisjoint(readers[value])):
-                    held.add(value)
-        held -= set(necessity.writes[kind])
-        total = _own_bytes(instance, kind, int(reuse[kind])) + int(instance.size_bytes[list(held)].sum())
+    for kind in required:
+        held = _members(held_before[kind] & read_after[kind], instance.num_values)
+        held[necessity.reads[kind]] = True
+        held[necessity.writes[kind]] = False
+        total = _own_bytes(instance, kind, int(reuse[kind])) + int(instance.size_bytes[held].sum())
         if total > best:
             best, best_kind = total, kind
     proof = (
@@ -138,6 +124,51 @@ def lower_bound_peak(instance: Instance, is_fixed_order: bool) -> Bound:
         else "The fixed bytes are always held."
     )
     return Bound(best, "fixed" if is_fixed_order else "free", proof)
+
+
+def _unique_values_around(
+    instance: Instance, necessity: Necessity, required: list[int], is_fixed_order: bool
+) -> tuple[dict[int, int], dict[int, int]]:
+    """For each required kind, values made once only: those surely made before its first run, those surely read after.
+
+    Sets of values are whole numbers, value v at bit v: unions over thousands of kinds are then fast.
+    """
+    unique = 0
+    for value, is_unique in enumerate(necessity.is_unique):
+        unique |= is_unique << value
+    initial = _set_of(instance.initial.tolist()) & unique
+    targets = _set_of(instance.targets.tolist()) & unique
+    made_before: dict[int, int] = {}
+    read_after: dict[int, int] = {}
+    made_so_far = initial
+    for kind in required:
+        made_before[kind] = made_so_far if is_fixed_order else initial
+        if not is_fixed_order:
+            for other in necessity.needs(kind):
+                made_before[kind] |= made_before[other] | (_set_of(necessity.writes[other]) & unique)
+        made_so_far |= _set_of(necessity.writes[kind]) & unique
+    read_so_far = targets
+    for kind in reversed(required):
+        read_after[kind] = read_so_far if is_fixed_order else targets
+        if not is_fixed_order:
+            for other in necessity.needed_by[kind]:
+                if other in read_after:
+                    read_after[kind] |= read_after[other] | (_set_of(necessity.reads[other]) & unique)
+        read_so_far |= _set_of(necessity.reads[kind]) & unique
+    return made_before, read_after
+
+
+def _set_of(items: Iterable[int]) -> int:
+    found = 0
+    for item in items:
+        found |= 1 << item
+    return found
+
+
+def _members(items: int, count: int) -> np.ndarray:
+    """The set as one boolean per item."""
+    bits = np.frombuffer(items.to_bytes((count + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(bits, count=count, bitorder="little").view(np.bool_)
 
 
 def lower_bound_time(instance: Instance, budget_bytes: int, is_fixed_order: bool) -> Bound:

@@ -1,8 +1,12 @@
-"""The time/memory curve of a step: the fastest schedule found at each of a row of budgets, from the least to the most.
+"""The time/memory curve of a step: the fastest schedule found at each of a row of budgets, from the most to the least.
 
 In: an Instance. Out: points, each a schedule with its peak and time; among those that fit a budget the fastest is the
 plan for it. A plan is thus the same whichever budget between two points is asked for, and a larger budget never gives a
-slower step. Each level is searched from the order as written and from the schedule of the level below, which fits it.
+slower step.
+
+Each level is searched from the schedule of the level above, which nearly fits: a continuation. On GPT-2 this takes a
+third of the time of starting from the order as written and ends 8 % lower. Where a level is not reached, bisection
+finds the least peak between it and the last level that was.
 """
 
 from __future__ import annotations
@@ -15,14 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from undertow.planner.bounds import lower_bound_peak
-from undertow.planner.instance import Instance, Int64s, replay
+from undertow.planner.instance import Instance, replay
 from undertow.planner.search import Solution, minimum_peak, search
 
 NUM_LEVELS = 24
-# Moves per level and kind: on GPT-2 (900 kinds, half of the way to the minimum) 100 give 1.2 % extra time, 1,000 give
-# 1.0 %.
-MOVES_PER_KIND = 250
-FEWEST_MOVES, MOST_MOVES = 20_000, 1_500_000
+# Moves per level. On GPT-2 with 12 layers (1,048 kinds) 100,000 give 4 % more extra time than 250,000, averaged over
+# the curve; small instances settle earlier, and in very large ones a move takes time in proportion to the schedule.
+MOVES_PER_KIND, MOST_MOVES, MOVES_TIMES_KINDS = 500, 100_000, 300_000_000
 
 
 @dataclass(frozen=True)
@@ -57,34 +60,50 @@ def find_curve(instance: Instance, *, seed: int = 0, time_limit_s: float = math.
 
 def _find_curve(instance: Instance, seed: int, time_limit_s: float) -> Curve:
     deadline_s = time.perf_counter() + time_limit_s
-    num_moves = min(max(MOVES_PER_KIND * instance.num_kinds, FEWEST_MOVES), MOST_MOVES)
+    num_kinds = max(1, instance.num_kinds)
+    num_moves = min(MOVES_PER_KIND * num_kinds, MOST_MOVES, MOVES_TIMES_KINDS // num_kinds)
     base = replay(instance, instance.order)
     points = [Solution(instance.order, base.time, base.peak_bytes, 0)]
-    least = minimum_peak(instance, is_fixed_order=False, seed=seed, num_moves=num_moves, time_limit_s=time_limit_s)
-    points.append(least)
-    below: Int64s = least.schedule
-    levels = np.linspace(least.peak_bytes, max(base.peak_bytes, least.peak_bytes), NUM_LEVELS).astype(np.int64)
-    is_complete = True
-    for level in [*levels.tolist(), 2**60]:
-        remaining_s = deadline_s - time.perf_counter()
-        if remaining_s <= 0:
-            is_complete = False
+    bound = lower_bound_peak(instance, False).amount
+
+    def descend(level: int, start: Solution) -> Solution | None:
+        found = search(
+            instance,
+            level,
+            is_fixed_order=False,
+            starts=(start.schedule,),
+            seed=seed,
+            num_moves=num_moves,
+            time_limit_s=deadline_s - time.perf_counter(),
+        )
+        points.extend([found] if found is not None else [])
+        return min((point for point in points if point.peak_bytes <= level), key=_speed, default=None)
+
+    above = points[0]
+    too_low = bound - 1
+    for level in [2**60, *np.linspace(base.peak_bytes, bound, NUM_LEVELS).astype(np.int64).tolist()]:
+        reached = descend(level, above)
+        if reached is None:
+            too_low = level
             break
-        for starts in ((), (below,)):
-            found = search(
-                instance,
-                level,
-                is_fixed_order=False,
-                starts=starts,
-                seed=seed,
-                num_moves=num_moves // 2,
-                time_limit_s=remaining_s,
-            )
-            if found is not None:
-                points.append(found)
-        fitting = [point for point in points if point.peak_bytes <= level]
-        below = min(fitting, key=lambda point: (point.time, point.peak_bytes)).schedule
-    return Curve(_undominated(points), lower_bound_peak(instance, False).amount, is_complete)
+        above = reached
+    least = minimum_peak(
+        instance,
+        min(points, key=lambda point: point.peak_bytes).schedule,
+        too_low,
+        is_fixed_order=False,
+        seed=seed,
+        num_moves=num_moves,
+        time_limit_s=deadline_s - time.perf_counter(),
+    )
+    points.append(least)
+    descend((least.peak_bytes + above.peak_bytes) // 2, above)
+    descend(least.peak_bytes, least)
+    return Curve(_undominated(points), bound, time.perf_counter() < deadline_s)
+
+
+def _speed(point: Solution) -> tuple[int, int]:
+    return (point.time, point.peak_bytes)
 
 
 def _undominated(points: list[Solution]) -> tuple[Solution, ...]:

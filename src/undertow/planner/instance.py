@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +46,12 @@ class Rows:
         return self.items[self.starts[index] : self.starts[index + 1]].tolist()
 
     def lists(self) -> list[list[int]]:
-        return [self.row(index) for index in range(len(self))]
+        starts, items = self.starts.tolist(), self.items.tolist()
+        return [items[start:end] for start, end in pairwise(starts)]
+
+    def owners(self) -> Int64s:
+        """For every item, the number of its row."""
+        return np.repeat(np.arange(len(self)), np.diff(self.starts))
 
 
 @dataclass(frozen=True)
@@ -90,11 +96,9 @@ class Instance:
 
     def writers(self) -> Rows:
         """For every value, the kinds that write it."""
-        rows: list[list[int]] = [[] for _ in range(self.num_values)]
-        for kind in range(self.num_kinds):
-            for value in self.writes.row(kind):
-                rows[value].append(kind)
-        return Rows.of(rows)
+        by_value = np.argsort(self.writes.items, kind="stable")
+        counts = np.bincount(self.writes.items, minlength=self.num_values)
+        return Rows(np.concatenate([[0], np.cumsum(counts)]), self.writes.owners()[by_value])
 
     def reuse_bytes(self) -> Int64s:
         """Bytes that need not be counted twice at a run whose reusable input dies there."""
@@ -188,17 +192,18 @@ def _lifetimes(instance: Instance, schedule: Sequence[int]) -> list[tuple[int, i
     last_use: dict[int, int] = {int(value): -1 for value in instance.initial}
     stretches: list[tuple[int, int, int]] = []
     runs_of = [0] * instance.num_kinds
+    reads, writes, destroys = (rows.lists() for rows in (instance.reads, instance.writes, instance.destroys))
     for index, kind in enumerate(schedule):
         runs_of[kind] += 1
         if runs_of[kind] > 1 and not instance.can_repeat[kind]:
             raise ValueError(f"schedule: run {index} repeats kind {kind}, which may run once only")
-        for value in instance.reads.row(kind):
+        for value in reads[kind]:
             if value not in open_since:
                 raise ValueError(f"schedule: run {index} of kind {kind} reads value {value}, which is not present")
             last_use[value] = index
-        for value in instance.destroys.row(kind):
+        for value in destroys[kind]:
             stretches.append((value, open_since.pop(value), last_use.pop(value)))
-        for value in instance.writes.row(kind):
+        for value in writes[kind]:
             if value in open_since:
                 stretches.append((value, open_since[value], last_use[value]))
             open_since[value] = last_use[value] = index
@@ -215,20 +220,19 @@ def replay(instance: Instance, schedule: Sequence[int] | Int64s) -> Replay:
     kinds = [int(kind) for kind in schedule]
     if any(not 0 <= kind < instance.num_kinds for kind in kinds):
         raise ValueError(f"schedule: a kind lies outside 0..{instance.num_kinds - 1}")
+    sizes = instance.size_bytes.tolist()
     change = [0] * (len(kinds) + 2)
     dies_at: set[tuple[int, int]] = set()
     for value, first, last in _lifetimes(instance, kinds):
         if last >= first:
-            change[first] += int(instance.size_bytes[value])
-            change[last + 1] -= int(instance.size_bytes[value])
+            change[first] += sizes[value]
+            change[last + 1] -= sizes[value]
             dies_at.add((value, last))
-    bonus = instance.reuse_bytes()
-    run_bytes = np.zeros(len(kinds), np.int64)
-    held = instance.fixed_bytes
-    for index, kind in enumerate(kinds):
-        held += change[index]
-        dies_here = (int(instance.reuse_read[kind]), index) in dies_at
-        run_bytes[index] = held + int(instance.workspace_bytes[kind]) - (int(bonus[kind]) if dies_here else 0)
+    reused = instance.reuse_read[kinds].tolist()
+    dies_here = np.array([(value, index) in dies_at for index, value in enumerate(reused)], np.bool_)
+    bonus = np.where(dies_here, instance.reuse_bytes()[kinds], 0)
+    held = instance.fixed_bytes + np.cumsum(np.array(change[: len(kinds)], np.int64))
+    run_bytes = held + instance.workspace_bytes[kinds] - bonus
     peak_bytes = int(run_bytes.max()) if len(kinds) else instance.fixed_bytes
     return Replay(run_bytes, peak_bytes, int(instance.duration[kinds].sum()) if kinds else 0)
 

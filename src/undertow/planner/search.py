@@ -20,7 +20,6 @@ import numpy as np
 
 from undertow.planner.annealing import BEST_RUNS, BEST_TIME, NUM_RECORDS, PRICE, WINDOW, anneal
 from undertow.planner.arena import MAXIMUM_STACK
-from undertow.planner.bounds import lower_bound_peak
 from undertow.planner.instance import Instance, Int64s, check_first_runs_in_order, replay
 from undertow.planner.sequence import current_schedule, make_sequence
 
@@ -35,6 +34,7 @@ FEWEST_MOVES, MOST_MOVES = 800_000, 25_000_000
 # one from the best schedule.
 HOT_SHARE, WARM_SHARE, LAST_SHARE = 0.6, 0.2, 0.2
 ANY_TIME = 2.0**62  # a goal that any schedule within the budget meets
+PRECISION = 0.002  # of the least peak, in bytes per byte
 CHUNKS_PER_CYCLE = 16  # the clock and the goal are looked at in between
 # Relative change of the price per window of moves; short searches take larger steps, so that the price can still rise
 # by a factor of 10**4 (from "hardly matters" to "must fit") in an eighth of their windows.
@@ -145,24 +145,20 @@ def search(
 
 def minimum_peak(
     instance: Instance,
+    start: Int64s,
+    too_low_bytes: int,
     *,
     is_fixed_order: bool,
-    starts: Sequence[Int64s] = (),
     seed: int = 0,
-    num_moves: int | None = None,
-    precision: float = 0.002,
+    num_moves: int,
     time_limit_s: float = math.inf,
 ) -> Solution:
-    """The schedule of the smallest peak found: bisection between the proved bound and the best peak so far."""
+    """The schedule of the smallest peak found: bisection between a budget not to be met and the best peak so far."""
     deadline_s = time.perf_counter() + time_limit_s
-    num_moves = num_moves if num_moves is not None else default_moves(instance) // 8
-    candidates = [np.asarray(start, np.int64) for start in starts] or [instance.order]
-    best = min(
-        (_solution(instance, start, 2**62, is_fixed_order, 0) for start in candidates), key=lambda s: s.peak_bytes
-    )
-    low = lower_bound_peak(instance, is_fixed_order).amount - 1
+    best = _solution(instance, start, 2**62, is_fixed_order, 0)
+    low = too_low_bytes
     total_moves = 0
-    while best.peak_bytes - low > max(1, int(precision * best.peak_bytes)) and time.perf_counter() < deadline_s:
+    while best.peak_bytes - low > max(1, int(PRECISION * best.peak_bytes)) and time.perf_counter() < deadline_s:
         middle = (best.peak_bytes + low) // 2
         annealer = _Annealer(instance, middle, is_fixed_order, seed + total_moves, deadline_s)
         annealer.record[PRICE] *= 100.0  # time hardly matters here
