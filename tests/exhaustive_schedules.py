@@ -1,47 +1,67 @@
-"""Exhaustive search over the schedules of a tiny instance: the least time within a budget, or None.
+"""Exhaustive search over the schedules of a tiny instance: the least time for every peak that can be reached.
 
-Enumerates sequences depth first, bounded by length, and replays each complete one with the slow reference.
+Enumerates sequences depth first, bounded by length, and counts the bytes of each complete one backwards from its end:
+a third way to the same numbers, which shares no code with the planner's replay or its search.
 """
 
 from __future__ import annotations
 
-from undertow.planner.instance import Instance, check_first_runs_in_order, replay
+from undertow.planner.instance import Instance
 
 
-def every_schedule(instance: Instance, max_runs: int):
-    """Every valid schedule of at most `max_runs` runs in which no run is useless at once."""
-    targets = set(instance.targets.tolist())
-    reads = [set(instance.reads.row(kind)) for kind in range(instance.num_kinds)]
-    writes = [set(instance.writes.row(kind)) for kind in range(instance.num_kinds)]
-    destroys = [set(instance.destroys.row(kind)) for kind in range(instance.num_kinds)]
+class Enumeration:
+    """The schedules of one instance, with its rows as sets."""
 
-    def extend(schedule: list[int], present: frozenset[int]):
-        if targets <= present:
-            yield list(schedule)
-        if len(schedule) == max_runs:
+    def __init__(self, instance: Instance, max_runs: int, is_fixed_order: bool) -> None:
+        self.instance, self.max_runs = instance, max_runs
+        self.reads, self.writes, self.destroys = (
+            [set(row) for row in rows.lists()] for rows in (instance.reads, instance.writes, instance.destroys)
+        )
+        self.sizes, self.durations = instance.size_bytes.tolist(), instance.duration.tolist()
+        self.workspaces, self.can_repeat = instance.workspace_bytes.tolist(), instance.can_repeat.tolist()
+        self.reuse_reads, self.reuse_writes = instance.reuse_read.tolist(), instance.reuse_write.tolist()
+        self.targets = set(instance.targets.tolist())
+        self.place = {kind: place for place, kind in enumerate(instance.order.tolist())} if is_fixed_order else {}
+
+    def every_schedule(self, schedule: list[int], present: set[int], latest: int):
+        """Every valid schedule with this beginning in which no run is useless at once."""
+        if self.targets <= present:
+            yield schedule
+        if len(schedule) == self.max_runs:
             return
-        for kind in range(instance.num_kinds):
-            is_spent = not instance.can_repeat[kind] and kind in schedule
-            is_repeat = bool(schedule) and schedule[-1] == kind
-            if reads[kind] <= present and not is_spent and not is_repeat:
-                schedule.append(kind)
-                yield from extend(schedule, frozenset((present - destroys[kind]) | writes[kind]))
-                schedule.pop()
+        for kind, reads in enumerate(self.reads):
+            is_first = kind not in schedule
+            is_useless = bool(schedule) and schedule[-1] == kind
+            if not reads <= present or is_useless or not (is_first or self.can_repeat[kind]):
+                continue
+            place = self.place.get(kind, latest) if is_first else latest
+            if place >= latest:
+                yield from self.every_schedule(
+                    [*schedule, kind], (present - self.destroys[kind]) | self.writes[kind], place
+                )
 
-    yield from extend([], frozenset(instance.initial.tolist()))
+    def peak_bytes(self, schedule: list[int]) -> int:
+        """From the end: what is held at a run is what it touches and what later runs still read."""
+        needed = self.targets
+        peak = 0
+        for kind in reversed(schedule):
+            reads, writes, reused = self.reads[kind], self.writes[kind], self.reuse_reads[kind]
+            held = sum(self.sizes[value] for value in needed | reads | writes) + self.workspaces[kind]
+            if reused in reads and (reused not in needed or reused in self.destroys[kind]):
+                held -= min(self.sizes[reused], self.sizes[self.reuse_writes[kind]])
+            peak = max(peak, held)
+            needed = (needed - writes) | reads
+        return peak + self.instance.fixed_bytes
+
+    def time(self, schedule: list[int]) -> int:
+        return sum(self.durations[kind] for kind in schedule)
 
 
 def frontier(instance: Instance, max_runs: int, is_fixed_order: bool) -> list[tuple[int, int]]:
     """(peak bytes, time) of every schedule not beaten in both, sorted by peak."""
-    points = set()
-    for schedule in every_schedule(instance, max_runs):
-        if is_fixed_order:
-            try:
-                check_first_runs_in_order(instance, schedule)
-            except ValueError:
-                continue
-        found = replay(instance, schedule)
-        points.add((found.peak_bytes, found.time))
+    every = Enumeration(instance, max_runs, is_fixed_order)
+    schedules = every.every_schedule([], set(instance.initial.tolist()), -1)
+    points = {(every.peak_bytes(schedule), every.time(schedule)) for schedule in schedules}
     kept: list[tuple[int, int]] = []
     for peak, time in sorted(points):
         if not kept or time < kept[-1][1]:
