@@ -237,3 +237,53 @@ def test_the_same_costs_give_the_same_printed_plan():
 def test_costs_of_a_wrong_name():
     with pytest.raises(ut.CallError, match="costs"):
         ut.plan(small(), (torch.randn(8, 64),), budget="1MiB", costs="guessed")
+
+
+def test_planning_leaves_the_generator_alone():
+    network = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+    state = torch.get_rng_state()
+    ut.plan(network, (torch.ones(64, 8),), budget="1MiB")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_small_step_with_draws_runs_at_its_stated_minimum():
+    network = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 2))
+    x = torch.randn(16, 8)
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        ut.train_step(network, (x,), loss=torch.sum, budget=64)
+    assert refusal.value.lower_bound_bytes <= refusal.value.minimum_bytes
+    step = ut.train_step(network, (x,), loss=torch.sum, budget=refusal.value.minimum_bytes)
+    assert step.plan.peak_bytes <= refusal.value.minimum_bytes
+
+
+def test_a_planned_module_keeps_to_the_budget_under_measure():
+    network = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    x = torch.randn(1024, 64)
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        ut.plan(network, (x,), budget=64)
+    planned = ut.plan(network, (x,), budget=refusal.value.minimum_bytes)
+    assert ut.measure(planned, x).peak_bytes <= refusal.value.minimum_bytes
+
+
+def test_a_model_without_gradients_keeps_to_the_budget_too():
+    network = nn.Linear(1000, 1000).requires_grad_(False)
+    with pytest.raises(ut.InfeasibleBudget):
+        ut.plan(network, (torch.randn(8, 1000),), budget=100)
+
+
+def test_complex_products_keep_their_bits():
+    class Filter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(11, 32, dtype=torch.complex64))
+
+        def forward(self, x):
+            return torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.weight, n=20, dim=1)
+
+    torch.manual_seed(0)
+    network = Filter()
+    x = torch.randn(64, 20, 32)
+    planned = ut.plan(copy.deepcopy(network), (x,), budget=1_300_000)
+    for item in (network, planned):
+        item(x).square().mean().backward()
+    assert same_bits(network.weight.grad, planned.weight.grad)

@@ -156,3 +156,92 @@ def test_the_curve_and_the_largest_batch():
     args, targets = make_batch(found.batch + found.batch // 4)
     with pytest.raises(ut.InfeasibleBudget):
         ut.train_step(model, args, targets=targets, loss=cross_entropy, budget="2MiB")
+
+
+class Clamped(nn.Module):
+    """Writes one of its parameters in the forward pass, and looks up in an embedding that renormalises its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(20, 8, max_norm=0.5)
+        self.output = nn.Linear(8, 5)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.output.weight.clamp_(-0.1, 0.1)
+        return self.output(self.rows(x).mean(1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"budget": "1MiB"}, {"clip_norm": 1.0}])
+def test_a_parameter_that_the_forward_pass_writes_is_updated_from_there(settings):
+    torch.manual_seed(0)
+    eager, x, y = Clamped(), torch.randint(20, (6, 3)), torch.randint(5, (6,))
+    model = copy.deepcopy(eager)
+    train_eager(eager, (x,), (y,), torch.optim.Adam(eager.parameters()), settings.get("clip_norm"))
+    optimizer = torch.optim.Adam(model.parameters())
+    step = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, optimizer=optimizer, **settings)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in range(4):
+        step(x, y)
+        schedule.step()
+    assert all(same_bits(a, b) for a, b in zip(eager.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda p: torch.optim.Adam(p, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, fused=True),
+        lambda p: torch.optim.AdamW(p, amsgrad=True, maximize=True),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda p: torch.optim.NAdam(p, weight_decay=0.1),
+        lambda p: torch.optim.ASGD(p),
+        lambda p: torch.optim.Adafactor(p),
+        lambda p: torch.optim.Adam(list(p)[2:]),  # the others' gradients add up from call to call
+    ],
+)
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_every_optimizer_keeps_to_the_budget(make_optimizer, clip_norm):
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    x, y = torch.randn(8, 256), torch.randn(8, 256)
+    optimizer = make_optimizer(model.parameters())
+    given = {"targets": (y,), "loss": nn.functional.mse_loss, "optimizer": optimizer, "clip_norm": clip_norm}
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        ut.train_step(model, (x,), **given, budget=1)
+    least = refusal.value.minimum_bytes
+    assert refusal.value.lower_bound_bytes <= least
+    step = ut.train_step(model, (x,), **given, budget=least)
+    step(x, y)
+    measured = ut.measure(step, x, y).peak_bytes
+    assert measured <= least
+    assert measured >= 0.99 * least
+
+
+def test_hooks_and_foreign_gradients_are_not_passed_over():
+    model, x, y = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ut.train_step(model, x, targets=y, loss=cross_entropy, optimizer=optimizer)
+    weight = next(model.parameters())
+    handle = weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ut.CallError, match="gradient hook"):
+        step(*x, *y)
+    handle.remove()
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ut.CallError, match="from elsewhere"):
+        step(*x, *y)
+    weight.grad = None
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    with pytest.raises(ut.CallError, match="step hook"):
+        step(*x, *y)
+    step = ut.train_step(model, x, targets=y, loss=cross_entropy, optimizer=optimizer)
+    step(*x, *y)
+    assert called == [1]
+    assert "step hooks" in str(step.plan)
+
+
+def test_what_the_optimizer_is_told_needs_an_optimizer():
+    model, x, y = make()
+    with pytest.raises(ut.CallError, match="give optimizer="):
+        ut.train_step(model, x, targets=y, loss=cross_entropy, clip_norm=1.0)

@@ -15,7 +15,9 @@ from undertow.ir.check_plan import check_plan
 from undertow.ir.cost import Cost, signature
 from undertow.ops.alternatives import find_alternatives
 from undertow.ops.interpret import generators_of
-from undertow.ops.own import GENERATOR_STATE
+from undertow.ops.opaque import CustomFunction
+from undertow.ops.own import GENERATOR_STATE, GUARDS
+from undertow.ops.updates import StepAfterwards
 from undertow.planner.plan import Planner, make_planner
 from undertow.report.optimizer_state import count_optimizer_state
 from undertow.report.peak import find_peak
@@ -63,8 +65,8 @@ def held_bytes(
             if item.kind in (InputKind.CONSTANT, InputKind.ATTRIBUTE)
         ),
     }
-    if program.cotangents:
-        # Kept with every forward pass, so that a second backward pass can run it again.
+    if program.cotangents or any(node.target in GUARDS for node in program.forward_nodes):
+        # Kept with every forward pass, so that a second backward pass, or another way at a branch, can run it again.
         held["generator states"] = sum(
             generator.get_state().numel() for generator in generators_of(program.forward_nodes)
         )
@@ -83,6 +85,7 @@ def make_budget_planner(program: Program, held: Mapping[str, int], terms: Terms)
     """Measure what is not known yet, and find the curve of the step."""
     alternatives = find_alternatives(program)
     nodes = [*program.nodes, *(alternative.node for alternative in alternatives)]
+    nodes += [part for node in program.nodes if isinstance(node.target, StepAfterwards) for part in node.target.parts()]
     cost_of = _cost_table(nodes, terms.costs)
     return make_planner(
         program,
@@ -107,6 +110,8 @@ def _cost_table(nodes: list[Node], costs: CostSource) -> Callable[[Node], Cost]:
     def cost_of(node: Node) -> Cost:
         if node.target is GENERATOR_STATE:  # noted beside a draw that is to be repeated: part of that draw
             return Cost(0, 0)
+        if isinstance(node.target, StepAfterwards):
+            return node.target.cost([cost_of(part) for part in node.target.parts()])
         key = signature(node)
         if key not in known and key not in modelled:
             modelled[key] = model_cost(node)
@@ -115,9 +120,18 @@ def _cost_table(nodes: list[Node], costs: CostSource) -> Callable[[Node], Cost]:
     return cost_of
 
 
+def notes_of(program: Program) -> tuple[str, ...]:
+    """What the plan of a program cannot see."""
+    names = {str(node.target) for node in program.nodes if isinstance(node.target, CustomFunction)}
+    if not names:
+        return ()
+    return (f"what custom autograd Functions keep and allocate inside is not counted: {', '.join(sorted(names))}",)
+
+
 def plan_for_budget(program: Program, held: Mapping[str, int], terms: Terms) -> Plan:
     """The checked plan within the budget; raises InfeasibleBudget with the least that would do."""
-    return choose_plan(make_budget_planner(program, held, terms), terms.budget_bytes)
+    plan = choose_plan(make_budget_planner(program, held, terms), terms.budget_bytes)
+    return replace(plan, notes=notes_of(program))
 
 
 def choose_plan(planner: Planner, budget_bytes: int | None) -> Plan:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from undertow import ops as ops
-from undertow.api.budget_planning import Terms, held_bytes, parse_costs, plan_for_budget
+from undertow.api.budget_planning import Terms, held_bytes, notes_of, parse_costs, plan_for_budget
 from undertow.api.budgets import parse_budget
 from undertow.api.calls import check_call, check_optimizer
 from undertow.autodiff.backward import differentiate
@@ -72,8 +72,8 @@ class RunnerMaker:
         """The plan for gradients from the outputs marked in `pattern`."""
         program = derive(program, pattern, is_strict=self.is_strict)
         held = held_bytes(module, program, self.terms.optimizer)
-        if self.terms.budget_bytes is None or not program.backward_nodes:
-            return make_plan(program, held=held, explainer=explain)
+        if self.terms.budget_bytes is None:
+            return make_plan(program, held=held, notes=notes_of(program), explainer=explain)
         return plan_for_budget(program, held, self.terms)
 
 

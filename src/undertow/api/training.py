@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from undertow.api.budget_planning import Terms, held_bytes, make_budget_planner, parse_costs, plan_for_budget
+from undertow.api.budget_planning import Terms, held_bytes, make_budget_planner, notes_of, parse_costs, plan_for_budget
 from undertow.api.budgets import parse_budget
 from undertow.api.calls import check_call, check_optimizer
 from undertow.api.planning import derive
@@ -63,6 +64,8 @@ def train_step(
         raise CallError(f"accumulate must be a whole number of at least 1, got {accumulate!r}")
     if clip_norm is not None and not clip_norm > 0:
         raise CallError(f"clip_norm must be more than 0, got {clip_norm!r}")
+    if optimizer is None and (clip_norm is not None or accumulate > 1):
+        raise CallError("clip_norm and accumulate say how the optimizer steps; give optimizer= as well")
     budget_bytes = None if budget is None else parse_budget(budget)
     terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s)
     step = make_step(model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict)
@@ -111,7 +114,11 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self._terms, self._is_strict, self._accumulate = terms, is_strict, accumulate
         is_plain = clip_norm is None and accumulate == 1
-        self.updates_inside = optimizer is not None and is_plain and is_separable(optimizer)
+        self.updates_inside = (
+            optimizer is not None and is_plain and is_separable(optimizer) and not _has_step_hooks(optimizer)
+        )
+        groups = optimizer.param_groups if optimizer is not None else []
+        self._updated = {parameter for group in groups for parameter in group["params"]}
         self._at_end: StepAfterwards | None = None
         if optimizer is not None and not self.updates_inside:
             self._at_end = StepAfterwards(model, optimizer, clip_norm, accumulate)
@@ -128,11 +135,31 @@ class TrainStep:
             self._runner.variant_for(args, kwargs).step()
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._check_untouched()
         with torch.enable_grad():
             loss = self._runner(*args, **kwargs)
         if self.optimizer is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules ask for it
         return loss
+
+    def _check_untouched(self) -> None:
+        """What the step would pass over in silence is refused: hooks, and gradients that somebody else left."""
+        if self.updates_inside and self.optimizer is not None and _has_step_hooks(self.optimizer):
+            raise CallError(
+                "the optimizer got a step hook after train_step was made, and its updates run inside the backward "
+                "pass; register the hook first, and the optimizer steps afterwards"
+            )
+        for name, parameter in self.model.named_parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise CallError(
+                    f"parameter {name} has a gradient hook, which train_step does not call; remove it, or train "
+                    f"with ut.plan, loss.backward() and optimizer.step()"
+                )
+            if self.updates_inside and parameter.grad is not None and parameter in self._updated:
+                raise CallError(
+                    f"parameter {name} has a .grad from elsewhere, to which this step would not add; call "
+                    f"zero_grad() first, or accumulate with train_step(accumulate=)"
+                )
 
     def drop_gradients(self) -> None:
         """Without an optimizer gradients stay with their parameters, and the next call would add to them."""
@@ -170,8 +197,9 @@ class TrainStep:
     def _plan(self, program: Program, pattern: Any) -> Plan:
         program, held = self._derive(program)
         if self._terms.budget_bytes is None:
-            return make_plan(program, held=held, notes=self._notes(), explainer=explain)
-        return replace(plan_for_budget(program, held, self._terms), notes=self._notes())
+            return make_plan(program, held=held, notes=(*notes_of(program), *self._notes()), explainer=explain)
+        plan = plan_for_budget(program, held, self._terms)
+        return replace(plan, notes=(*plan.notes, *self._notes()))
 
     def _notes(self) -> tuple[str, ...]:
         if self._at_end is None:
@@ -182,6 +210,8 @@ class TrainStep:
             reason = "clipping needs the norm of all gradients"
         elif self._accumulate > 1:
             reason = "gradients are accumulated over calls"
+        elif is_separable(self._at_end.optimizer):
+            reason = f"{name} has step hooks"
         return (f"the optimizer steps after the backward pass, and gradients are held until then: {reason}",)
 
     def _derive(self, program: Program) -> tuple[Program, dict[str, int]]:
@@ -190,14 +220,23 @@ class TrainStep:
         program = derive(program, tuple(place == 0 for place in places), is_strict=self._is_strict)
         program = add_updates(program, self._update_of, self._is_consumed, self._at_end)
         held = held_bytes(self.model, program, self.optimizer)
-        if self._accumulate > 1:
-            held["gradients"] = sum(item.nbytes for item in self.model.parameters() if item.requires_grad)
-        return program, held
+        held["gradients"] = sum(
+            item.nbytes for item in self.model.parameters() if item.requires_grad and self._is_added_up(item)
+        )
+        return program, {name: size for name, size in held.items() if size}
 
-    def _update_of(self, gradient: Gradient) -> Any:
+    def _is_added_up(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the parameter's gradient stays from call to call, as eager's does until somebody clears it."""
+        return self._accumulate > 1 or (self.optimizer is not None and parameter not in self._updated)
+
+    def _parameter_of(self, gradient: Gradient) -> torch.nn.Parameter:
         parameter = dict(self.model.named_parameters(remove_duplicate=False)).get(gradient.input.name)
         if parameter is None:
             raise CallError(f"{gradient.input} requires a gradient and is no parameter of the model; detach it")
+        return parameter
+
+    def _update_of(self, gradient: Gradient) -> Any:
+        parameter = self._parameter_of(gradient)
         if self.updates_inside and self.optimizer is not None:
             for index, group in enumerate(self.optimizer.param_groups):
                 if any(item is parameter for item in group["params"]):
@@ -205,4 +244,16 @@ class TrainStep:
         return DeliverGradient(parameter)
 
     def _is_consumed(self, gradient: Gradient) -> bool:
-        return self._accumulate > 1 or isinstance(self._update_of(gradient), UpdateParameter)
+        if self._is_added_up(self._parameter_of(gradient)):
+            return True
+        return isinstance(self._update_of(gradient), UpdateParameter)
+
+
+def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    return any(hooks)

@@ -27,6 +27,7 @@ def add_updates(
 ) -> Program:
     """Append `update_of(gradient)`, an operation, for each gradient; a consumed one is gone after it.
 
+    An operation that overwrites its parameter also gets the value that the forward pass itself gave to it, if any.
     `at_end` is an operation on all differentiated inputs and on the gradients that are not consumed: the last to run.
     """
     (seed,) = program.cotangents
@@ -36,18 +37,29 @@ def add_updates(
     gradients = [item for item in program.gradients if item.value is not None]
     updates: dict[int, list[Node]] = {}
     ready = _find_ready(program, nodes, gradients)
+    assigned = {update.input: update.value for update in program.updates}
     for item in gradients:
         target = update_of(item)
-        args: Any = (item.input, item.value) if hasattr(target, "overwrites") else (item.value,)
+        args: Any = (item.value,)
+        if hasattr(target, "overwrites"):
+            args = (item.input, item.value, *([assigned.pop(item.input)] if item.input in assigned else []))
         updates.setdefault(ready[item.input], []).append(Node(target, args, {}, (), Origin(item.input.name)))
     woven: list[Node] = []
     for position, node in enumerate(nodes):
         woven += [node, *updates.get(position, ())]
     held = tuple(item for item in gradients if not is_consumed(item))
     if at_end is not None:
-        args = (tuple(item.input for item in gradients), tuple(item.value for item in held))
+        written = tuple((item.input, assigned.pop(item.input)) for item in gradients if item.input in assigned)
+        args = (tuple(item.input for item in gradients), tuple(item.value for item in held), written)
         woven.append(Node(at_end, args, {}, (), Origin()))
-    return replace(program, nodes=tuple(woven), num_forward_nodes=len(woven), cotangents=(), gradients=held)
+    return replace(
+        program,
+        nodes=tuple(woven),
+        num_forward_nodes=len(woven),
+        cotangents=(),
+        gradients=held,
+        updates=tuple(update for update in program.updates if update.input in assigned),
+    )
 
 
 def _find_ready(program: Program, nodes: Sequence[Node], gradients: Sequence[Gradient]) -> dict[Value, int]:

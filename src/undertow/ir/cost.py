@@ -17,12 +17,16 @@ class Cost:
 
 
 def signature(node: Node) -> str:
-    """Operation, types of its tensors, and its other arguments: calls that agree in it cost the same."""
+    """Operation, types of its tensors, and its other arguments: calls that agree in it cost the same.
+
+    An operation that is configured beside its arguments says so in `settings`.
+    """
     parts = [_describe(argument) for argument in node.args]
     parts += [f"{name}={_describe(argument)}" for name, argument in sorted(node.kwargs.items())]
     # An output nobody reads is freed at once, which the operation's workspace includes.
     missing = "".join("-" if value is None else "+" for value in node.outputs)
-    return f"{node.name}({', '.join(parts)}){missing if '-' in missing else ''}"
+    settings = getattr(node.target, "settings", "")
+    return f"{node.name}{settings}({', '.join(parts)}){missing if '-' in missing else ''}"
 
 
 def _describe(argument: Any) -> str:

@@ -35,7 +35,9 @@ def inplace_target(node: Node) -> OpOverload | None:
     if isinstance(node.target, Mutating):
         target = node.target.target if schema_of(node.target.target).is_inplace else None
     elif isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
-        target = inplace_of(node.target)
+        # In-place products of complex numbers with strides take another kernel, with other last bits.
+        is_complex = any(value.tensor_type.dtype.is_complex for value in node.inputs)
+        target = None if is_complex else inplace_of(node.target)
     else:
         target = None
     argument, result = node.args[0], node.outputs[0]

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from undertow.ir import Node, Value
+from undertow.ir import Node, Origin, TensorType, Value
+from undertow.ir.cost import Cost
 
 SEPARABLE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
@@ -27,28 +29,33 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class UpdateParameter:
-    """Steps `optimizer` for one parameter; called with the parameter and its gradient."""
+    """Steps `optimizer` for one parameter; called with the parameter and its gradient.
+
+    Where the forward pass itself gave the parameter another value, that comes third and is written first.
+    """
 
     optimizer: torch.optim.Optimizer = field(repr=False)
     parameter: torch.nn.Parameter = field(repr=False)
     group_index: int
     has_effect = True
 
-    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        _step_one(self.optimizer, self.group_index, self.parameter, gradient)
+    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor, assigned: torch.Tensor | None = None) -> None:
+        if assigned is not None:
+            _assign(parameter, assigned)
+        _step(self.optimizer, self.group_index, [self.parameter], [gradient])
 
     def overwrites(self, node: Node) -> tuple[Value, ...]:
         """The parameter itself."""
         return (node.args[0],)
 
-    def prepare_rehearsal(self, parameter: torch.Tensor, gradient: torch.Tensor) -> Callable[[], Any]:
+    def prepare_rehearsal(self, parameter: torch.Tensor, gradient: torch.Tensor, *_: torch.Tensor) -> Callable[[], Any]:
         """A call that costs what the update costs, on a parameter nobody has."""
-        twin = torch.nn.Parameter(parameter)
-        optimizer = copy.copy(self.optimizer)
-        optimizer.state = type(self.optimizer.state)(dict)
-        optimizer.param_groups = [{**self.optimizer.param_groups[self.group_index], "params": [twin]}]
-        _step_one(optimizer, 0, twin, gradient)  # makes the state, which is not part of the cost
-        return lambda: _step_one(optimizer, 0, twin, gradient)
+        return _rehearse(self.optimizer, self.group_index, [parameter], [gradient])
+
+    @property
+    def settings(self) -> str:
+        """What decides which kernels run."""
+        return _settings(self.optimizer, self.group_index)
 
     def __str__(self) -> str:
         return f"update_{type(self.optimizer).__name__.lower()}"
@@ -69,9 +76,40 @@ class DeliverGradient:
         return "deliver_gradient"
 
 
+@dataclass(frozen=True, eq=False)
+class RehearsedUpdates:
+    """Updates of several parameters in a row, which never run in a step: for what a step afterwards costs."""
+
+    optimizer: torch.optim.Optimizer = field(repr=False)
+    group_index: int
+
+    def __call__(self, parameters: tuple[torch.Tensor, ...]) -> None:
+        raise AssertionError("a rehearsal is not part of any step")
+
+    def prepare_rehearsal(self, parameters: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
+        """A call that costs what the updates cost."""
+        return _rehearse(
+            self.optimizer, self.group_index, parameters, [torch.ones_like(parameter) for parameter in parameters]
+        )
+
+    @property
+    def settings(self) -> str:
+        """What decides which kernels run."""
+        return _settings(self.optimizer, self.group_index)
+
+    def __str__(self) -> str:
+        return f"updates_{type(self.optimizer).__name__.lower()}"
+
+
+NORM_BYTES = 2 * 64  # of a gradient: a number and its copy in the stack, each in an allocation of its own
+
+
 @dataclass(eq=False)
 class StepAfterwards:
-    """The optimizer's own step, when all gradients are there: after clipping, or at every so many calls."""
+    """The optimizer's own step, when all gradients are there: after clipping, or at every so many calls.
+
+    `assignments` are parameters to which the forward pass itself gave another value, and that value.
+    """
 
     model: torch.nn.Module = field(repr=False)
     optimizer: torch.optim.Optimizer = field(repr=False)
@@ -80,7 +118,14 @@ class StepAfterwards:
     num_calls: int = 0
     has_effect = True
 
-    def __call__(self, parameters: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+    def __call__(
+        self,
+        parameters: tuple[torch.Tensor, ...],
+        gradients: tuple[torch.Tensor, ...],
+        assignments: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+    ) -> None:
+        for parameter, value in assignments:
+            _assign(parameter, value)
         self.num_calls += 1
         if self.num_calls % self.accumulate:
             return
@@ -94,11 +139,24 @@ class StepAfterwards:
         """All parameters."""
         return node.args[0]
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Two temporaries of the largest parameter: Adam makes a denominator and its square root."""
-        sizes = [parameter.nbytes for group in self.optimizer.param_groups for parameter in group["params"]]
-        return 2 * max(sizes)
+    def parts(self) -> list[Node]:
+        """What the step is measured by: updates of two parameters in a row.
+
+        The temporaries of one update live on until those of the next take their names.
+        """
+        parts = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            values = [Value("parameter", TensorType.of(parameter)) for parameter in group["params"]]
+            rows = [(value,) for value in values] if group.get("foreach") else [(values[0],), *pairwise(values)]
+            parts += [Node(RehearsedUpdates(self.optimizer, index), (row,), {}, (), Origin()) for row in rows]
+        return parts
+
+    def cost(self, parts: Sequence[Cost]) -> Cost:
+        """The cost of the step from those of its parts: temporaries of a `foreach` step are there all at once."""
+        is_at_once = any(group.get("foreach") for group in self.optimizer.param_groups)
+        workspace_bytes = (sum if is_at_once else max)(part.workspace_bytes for part in parts)
+        workspace_bytes += NORM_BYTES * (len(parts) + 8) if self.clip_norm is not None else 0
+        return Cost(sum(part.duration_ns for part in parts) // (1 if is_at_once else 2), workspace_bytes)
 
     def __str__(self) -> str:
         return f"step_{type(self.optimizer).__name__.lower()}"
@@ -107,16 +165,55 @@ class StepAfterwards:
 UPDATES = (UpdateParameter, DeliverGradient, StepAfterwards)
 
 
-def _step_one(
-    optimizer: torch.optim.Optimizer, group_index: int, parameter: torch.nn.Parameter, gradient: torch.Tensor
+def _assign(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def _settings(optimizer: torch.optim.Optimizer, group_index: int) -> str:
+    """Switches, and whether a number is zero: other kernels run then."""
+    group = optimizer.param_groups[group_index]
+    return f"[{', '.join(f'{name}={_as_switch(item)}' for name, item in sorted(group.items()) if name != 'params')}]"
+
+
+def _as_switch(setting: Any) -> str:
+    if isinstance(setting, int | float) and not isinstance(setting, bool):
+        return "0" if setting == 0 else "number"
+    if isinstance(setting, torch.Tensor):
+        return "tensor"
+    return str(setting) if isinstance(setting, bool | str | None) else type(setting).__name__
+
+
+def _step(
+    optimizer: torch.optim.Optimizer,
+    group_index: int,
+    parameters: Sequence[torch.nn.Parameter],
+    gradients: Sequence[torch.Tensor],
 ) -> None:
     single = copy.copy(optimizer)
-    single.param_groups = [{**optimizer.param_groups[group_index], "params": [parameter]}]
+    single.param_groups = [{**optimizer.param_groups[group_index], "params": list(parameters)}]
     # The user's hooks belong to a whole step and run once around it.
     single._optimizer_step_pre_hooks = OrderedDict()
     single._optimizer_step_post_hooks = OrderedDict()
-    before, parameter.grad = parameter.grad, gradient
+    before = [parameter.grad for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     try:
         type(optimizer).step(single)
     finally:
-        parameter.grad = before
+        for parameter, gradient_before in zip(parameters, before, strict=True):
+            parameter.grad = gradient_before
+
+
+def _rehearse(
+    optimizer: torch.optim.Optimizer,
+    group_index: int,
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+) -> Callable[[], Any]:
+    twins = [torch.nn.Parameter(parameter) for parameter in parameters]
+    double = copy.copy(optimizer)
+    double.state = type(optimizer.state)(dict)
+    double.param_groups = [{**optimizer.param_groups[group_index], "params": twins}]
+    _step(double, 0, twins, gradients)  # makes the state, which is not part of the cost
+    return lambda: _step(double, 0, twins, gradients)

@@ -36,7 +36,8 @@ class Planner:
 
     def plan_within(self, budget_bytes: int | None) -> Plan | None:
         """The fastest plan found that fits; None if none does. Without a budget, the fastest of all."""
-        for point in self.curve.within(budget_bytes if budget_bytes is not None else 2**62):
+        most_bytes = budget_bytes + self.problem.overcounted_bytes if budget_bytes is not None else 2**62
+        for point in self.curve.within(most_bytes):
             plan = self.realise(point, budget_bytes)
             # What runs may hold more than the search counted; the next point is slower and smaller.
             if budget_bytes is None or plan.peak_bytes <= budget_bytes:
@@ -65,7 +66,8 @@ class Planner:
 
     def _with_bound(self, plan: Plan, point: Solution) -> Plan:
         """The plan with what is proved of it; the bound is a linear program, solved for the chosen plan alone."""
-        bound = lower_bound_time(self.problem.instance, plan.budget_bytes or point.peak_bytes, False).amount
+        most_bytes = plan.budget_bytes + self.problem.overcounted_bytes if plan.budget_bytes else point.peak_bytes
+        bound = lower_bound_time(self.problem.instance, most_bytes, False).amount
         outcome = Outcome.FEASIBLE if self.curve.is_complete else Outcome.TIMED_OUT
         if point.time <= bound * (1 + PROVED):
             outcome = Outcome.OPTIMAL
@@ -85,4 +87,6 @@ def make_planner(
 ) -> Planner:
     """Find the curve of a step."""
     problem = make_problem(program, alternatives, cost_of, sum(held.values()))
-    return Planner(problem, find_curve(problem.instance, time_limit_s=time_limit_s), cost_of, held, has_measured_costs)
+    curve = find_curve(problem.instance, time_limit_s=time_limit_s)
+    curve = replace(curve, lower_bound_peak_bytes=curve.lower_bound_peak_bytes - problem.overcounted_bytes)
+    return Planner(problem, curve, cost_of, held, has_measured_costs)

@@ -43,6 +43,9 @@ class Problem:
     instance: Instance
     kinds: tuple[Kind, ...]
     storages: tuple[str, ...]
+    # A draw is counted with the generator's state beside it; what is rebuilt notes the state only if the draw is
+    # repeated. By so much a peak of the Instance may lie above that of the plan.
+    overcounted_bytes: int
 
 
 def make_problem(
@@ -105,7 +108,9 @@ class _Builder:
             targets=sorted(target for target in targets if target is not None),
             fixed_bytes=fixed_bytes,
         )
-        return Problem(self.program, instance, tuple(self.kinds), tuple(map(str, self.index)))
+        has_draws = any(is_random(node.target) for node in self.program.nodes)
+        overcounted_bytes = GENERATOR_STATE_BYTES if has_draws else 0
+        return Problem(self.program, instance, tuple(self.kinds), tuple(map(str, self.index)), overcounted_bytes)
 
     def _value(self, key: Value | str, num_bytes: int) -> int:
         if key not in self.index:

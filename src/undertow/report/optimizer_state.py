@@ -1,7 +1,8 @@
 """The bytes of an optimizer's state. In: a torch.optim optimizer and the parameters that get gradients. Out: a count.
 
 State that exists is counted. Where there is none yet, a copy of the optimizer takes one step on parameters without
-data, and what that step creates is counted: the optimizer itself says what it keeps, whichever it is.
+data, and what that step creates is counted: the optimizer itself says what it keeps, whichever it is. An optimizer that
+reads values steps on one parameter after another instead.
 """
 
 from __future__ import annotations
@@ -31,12 +32,44 @@ def count_optimizer_state(
     name = type(optimizer).__name__
     if optimizer.state:
         return OptimizerState(name, _count(optimizer))
-    twin = _copy_without_data(optimizer, {id(parameter) for parameter in with_gradient})
+    reached = {id(parameter) for parameter in with_gradient}
+    twin = _copy_with(optimizer, {id(item): _twin(item, "meta", reached) for item in _parameters(optimizer)})
     try:
         twin.step()
-    except Exception:  # foreign code: it may read values, or ask for a closure
-        return OptimizerState(name, None)
-    return OptimizerState(name, _count(twin))
+        return OptimizerState(name, _count(twin))
+    except Exception:  # foreign code: it may read values
+        return OptimizerState(name, _count_one_by_one(optimizer, reached))
+
+
+def _count_one_by_one(optimizer: torch.optim.Optimizer, reached: set[int]) -> int | None:
+    """As above with data, for one parameter at a time: no more memory than its update needs."""
+    total = 0
+    known: dict[Any, int] = {}
+    for parameter in _parameters(optimizer):
+        if id(parameter) not in reached:
+            continue
+        kind = (parameter.shape, parameter.dtype, parameter.device)
+        if kind not in known:
+            twins = {id(item): _twin(item, "meta", set()) for item in _parameters(optimizer)}
+            twins[id(parameter)] = _twin(parameter, parameter.device, reached)
+            twin = _copy_with(optimizer, twins)
+            try:
+                twin.step()
+            except Exception:  # foreign code: it may ask for a closure
+                return None
+            known[kind] = _count(twin)
+        total += known[kind]
+    return total
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _twin(parameter: torch.nn.Parameter, device: Any, reached: set[int]) -> torch.nn.Parameter:
+    twin = torch.nn.Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)
+    twin.grad = torch.zeros_like(twin) if id(parameter) in reached else None
+    return twin
 
 
 def _count(optimizer: torch.optim.Optimizer) -> int:
@@ -44,13 +77,7 @@ def _count(optimizer: torch.optim.Optimizer) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _copy_without_data(optimizer: torch.optim.Optimizer, with_gradient: set[int]) -> torch.optim.Optimizer:
-    twins: dict[int, Any] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            twin = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-            twin.grad = torch.empty_like(twin) if id(parameter) in with_gradient else None
-            twins[id(parameter)] = twin
+def _copy_with(optimizer: torch.optim.Optimizer, twins: dict[int, Any]) -> torch.optim.Optimizer:
     # deepcopy takes a parameter that the memo knows for copied already.
     copied = copy.deepcopy(optimizer, twins)
     for group in copied.param_groups:

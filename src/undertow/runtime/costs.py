@@ -52,10 +52,11 @@ def measure_costs(nodes: Iterable[Node], known: dict[str, Cost]) -> int:
     if not missing:
         return 0
     num_known = len(known)
-    measured = _measure_workspace(list(missing.values()))
-    for (key, node), workspace in zip(missing.items(), measured, strict=True):
-        if workspace is not None:
-            known[key] = Cost(_measure_duration(node), workspace)
+    with torch.random.fork_rng():  # random operations draw while they are measured
+        measured = _measure_workspace(list(missing.values()))
+        for (key, node), workspace in zip(missing.items(), measured, strict=True):
+            if workspace is not None:
+                known[key] = Cost(_measure_duration(node), workspace)
     return len(known) - num_known
 
 
