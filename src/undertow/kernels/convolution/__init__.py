@@ -7,9 +7,10 @@ of them; which is fastest for a shape is for the caller to measure. Nothing here
 from __future__ import annotations
 
 from undertow.kernels.convolution.algorithm import Algorithm, Pass
+from undertow.kernels.convolution.patches import BlockedIm2col, Pointwise
 from undertow.kernels.convolution.shape import ConvolutionShape, shape_of
 from undertow.kernels.convolution.winograd import Winograd
 
-ALGORITHMS: tuple[Algorithm, ...] = (Winograd(2), Winograd(4))
+ALGORITHMS: tuple[Algorithm, ...] = (BlockedIm2col(), Winograd(2), Winograd(4), Pointwise())
 
 __all__ = ["ALGORITHMS", "Algorithm", "ConvolutionShape", "Pass", "shape_of"]

@@ -1,8 +1,8 @@
 """Around a convolution: bias, ReLU and its mask after the forward pass, that mask and ct_bias before the others.
 
 In: dense channels_last tensors. Out: written into given tensors. For the algorithms that leave the product to a
-library; those with loops of their own do the same while an element is in a register anyway. The mask holds one bit per element
-in the order of memory, as kernels/bits.py packs it, set where the output is not <= 0.
+library; those with loops of their own do the same while an element is in a register anyway. The mask holds one bit per
+element in the order of memory, as kernels/bits.py packs it, set where the output is not <= 0.
 """
 
 from __future__ import annotations
@@ -41,3 +41,8 @@ def _pack_signs(elements: Any, packed: Any) -> None:
 def pack_signs_into(tensor: Tensor, packed: Tensor) -> None:
     """One bit per element: whether it is not <= 0."""
     run_parallel(_pack_signs, flat(tensor), packed.numpy())
+
+
+def address_of(tensor: Tensor | None) -> int:
+    """Where the elements lie, or 0."""
+    return 0 if tensor is None else tensor.data_ptr()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from undertow.kernels.convolution.algorithm import Algorithm, Pass, Workspace, accumulated_error, align
-from undertow.kernels.convolution.epilogue import gate_of, pack_signs_into
+from undertow.kernels.convolution.epilogue import address_of, gate_of, pack_signs_into
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, ROWS
 from undertow.kernels.convolution.shape import ConvolutionShape
 from undertow.kernels.convolution.winograd_loops import (
@@ -247,7 +247,7 @@ class Winograd(Algorithm):
         scratch, shared, own = (pieces.take(size).data_ptr() for size in side.piece_bytes())
         gate_address, gate_kind = gate_of(gate)
         inputs = source.data_ptr(), gate_address, gate_kind, side.in_sizes, side.padding, grid, num_tiles
-        outputs = _address(bias), out.data_ptr(), _address(mask), has_relu, side.out_sizes, scratch, own
+        outputs = address_of(bias), out.data_ptr(), address_of(mask), has_relu, side.out_sizes, scratch, own
         tap_bytes, row = 4 * 9, 4 * 9 * side.shape.in_channels
         column_bytes, term_bytes = (tap_bytes, row) if side.is_data else (row, tap_bytes)
         if side.is_by_panels:
@@ -262,7 +262,7 @@ class Winograd(Algorithm):
                 transform_weight, n, weight.data_ptr(), side.num_out, column_bytes, side.num_in, term_bytes,
                 side.is_data, shared, scratch,
             )  # fmt: skip
-            run_parallel(convolve_blocks, n, *inputs, side.block, _address(kept), shared, *outputs)
+            run_parallel(convolve_blocks, n, *inputs, side.block, address_of(kept), shared, *outputs)
 
     def backward_weight(
         self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, ct_weight: Tensor, workspace: Tensor, *,
@@ -275,7 +275,7 @@ class Winograd(Algorithm):
         gate, gate_kind = gate_of(mask)
         cotangents = ct.data_ptr(), gate, gate_kind, side.out_sizes, grid, num_tiles
         if side.is_by_panels:
-            transformed = _address(kept)
+            transformed = address_of(kept)
             if kept is None:
                 assert x is not None
                 transformed = shared.data_ptr()
@@ -284,14 +284,14 @@ class Winograd(Algorithm):
                     transformed, scratch.data_ptr(),
                 )  # fmt: skip
             run_parallel(
-                correlate_panels, n, transformed, side.num_in, *cotangents, ct_weight.data_ptr(), _address(ct_bias),
+                correlate_panels, n, transformed, side.num_in, *cotangents, ct_weight.data_ptr(), address_of(ct_bias),
                 scratch.data_ptr(), own.data_ptr(),
             )  # fmt: skip
             return
         sums_of_bias = bias_sums[0] if ct_bias is not None else None
         run_parallel(
-            correlate_blocks, n, _address(x), side.in_sizes, side.padding, *cotangents, side.block, _address(kept),
-            num_sums, shared.data_ptr(), _address(sums_of_bias), scratch.data_ptr(), own.data_ptr(),
+            correlate_blocks, n, address_of(x), side.in_sizes, side.padding, *cotangents, side.block, address_of(kept),
+            num_sums, shared.data_ptr(), address_of(sums_of_bias), scratch.data_ptr(), own.data_ptr(),
         )  # fmt: skip
         run_parallel(
             gather_weight_cotangent, n, shared.data_ptr(), num_sums, side.weight_sums_bytes, side.num_out, side.num_in,
@@ -300,7 +300,3 @@ class Winograd(Algorithm):
         if ct_bias is not None and sums_of_bias is not None:
             rows = sums_of_bias.view(torch.float32).view(num_sums, -1)[:, : side.num_out]
             torch.sum(rows, dim=0, out=ct_bias)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

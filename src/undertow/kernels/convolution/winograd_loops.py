@@ -177,7 +177,8 @@ def correlate_blocks(
     """By blocks of tiles: ct_U = sum of V^T W, as `num_sums` partial sums [panel][frequency][input channel][32].
 
     The cotangent of the bias is the sum of W at the point (1, 1), where A ct A^T adds up the whole tile; as many
-    partial sums, a row of `row_bytes` each, at `ct_bias`. Workspace: for each partial sum V (unless kept) and W of a block.
+    partial sums, a row of `row_bytes` each, at `ct_bias`. Workspace: for each partial sum V (unless kept) and W of a
+    block.
     """
     num_in, num_out, num_f = in_sizes[2], out_sizes[2], n * n
     a_row, num_rows_c, num_panels = row_bytes(num_in), (num_in + 7) // 8 * 8, (num_out + PANEL - 1) // PANEL
