@@ -7,10 +7,23 @@ of them; which is fastest for a shape is for the caller to measure. Nothing here
 from __future__ import annotations
 
 from undertow.kernels.convolution.algorithm import Algorithm, Pass
+from undertow.kernels.convolution.direct import Direct
+from undertow.kernels.convolution.fourier import Fourier
+from undertow.kernels.convolution.im2col import Im2col
 from undertow.kernels.convolution.patches import BlockedIm2col, Pointwise
+from undertow.kernels.convolution.plain import Plain
 from undertow.kernels.convolution.shape import ConvolutionShape, shape_of
 from undertow.kernels.convolution.winograd import Winograd
 
-ALGORITHMS: tuple[Algorithm, ...] = (BlockedIm2col(), Winograd(2), Winograd(4), Pointwise())
+ALGORITHMS: tuple[Algorithm, ...] = (
+    Plain(),
+    Direct(),
+    Im2col(),
+    BlockedIm2col(),
+    Winograd(2),
+    Winograd(4),
+    Fourier(),
+    Pointwise(),
+)
 
 __all__ = ["ALGORITHMS", "Algorithm", "ConvolutionShape", "Pass", "shape_of"]

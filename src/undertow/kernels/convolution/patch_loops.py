@@ -16,16 +16,14 @@ from typing import Any
 
 import numba
 
+from undertow.kernels.convolution.epilogue import finish_row
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, ROWS, multiply_panel
 from undertow.kernels.convolution.vectors import (
-    keep_where,
     load,
     load_element,
     load_where,
-    not_at_most_zero,
     store,
     store_element,
-    store_two_bytes,
     store_where,
     zeros,
 )
@@ -92,25 +90,6 @@ def pack_weight(
                         value = load_element(at + 4 * tap)
                     store_element(place + 4 * lane, value)
                 place += PANEL_BYTES
-
-
-@numba.njit
-def finish_row(
-    source: int, bias: int, target: int, mask: int, has_relu: bool, first_element: int, first: int, num_channels: int
-) -> None:
-    """Products of one pixel to their place, with bias, ReLU and mask; `first` is the first channel, for the bias."""
-    for channel in range(0, num_channels, 16):
-        bits = tail_bits(num_channels, channel)
-        element = first_element + channel
-        value = load(source + 4 * channel)
-        if bias != 0:
-            value = value + load_where(bias + 4 * (first + channel), bits)
-        if has_relu:
-            passed = not_at_most_zero(value)
-            value = keep_where(value, passed)
-            if mask != 0:
-                store_two_bytes(mask + (element >> 3), passed)
-        store_where(target + 4 * element, value, bits)
 
 
 @numba.njit(parallel=True, cache=True)
