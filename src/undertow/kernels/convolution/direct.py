@@ -1,8 +1,8 @@
 """PyTorch's own convolution: oneDNN's direct algorithm where PyTorch has it.
 
-In and out: see algorithm.py. Takes every shape. PyTorch's backward function allocates its results, which are then copied
-into the given tensors; how much it allocates is stated as workspace, so that a plan counts it, but the given workspace
-is used only for the masked cotangent. The forward pass adds into a zeroed output, which oneDNN does in place.
+In and out: see algorithm.py. Takes every shape. PyTorch's backward function allocates its results, which are then
+copied into the given tensors; how much it allocates is stated as workspace, so that a plan counts it, but the given
+workspace is used only for the masked cotangent. The forward pass adds into a zeroed output, which oneDNN does in place.
 """
 
 from __future__ import annotations

@@ -84,9 +84,9 @@ class Fourier(Algorithm):
             + align(0 if step is Pass.FORWARD else 4 * torch.Size(shape.out_shape).numel())
         )
 
-    # The 2-norm of the error of one channel's result is at most (3 e + gamma) sqrt(L) |p|_2 |q|_2: e the error of each of
-    # three transforms, gamma that of the products per frequency, L the points of the grid. The 2-norms are at most the
-    # root of the number of elements times the largest; the largest error is at most the 2-norm.
+    # The 2-norm of the error of one channel's result is at most (3 e + gamma) sqrt(L) |p|_2 |q|_2: e the error of each
+    # of three transforms, gamma that of the products per frequency, L the points of the grid. The 2-norms are at most
+    # the root of the number of elements times the largest; the largest error is at most the 2-norm.
     def error_bound(self, shape: ConvolutionShape, step: Pass) -> float:
         num_points = math.prod(_grid(shape))
         num_in, num_out = math.prod(shape.in_size), math.prod(shape.out_size)

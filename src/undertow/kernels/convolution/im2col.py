@@ -1,8 +1,9 @@
 """im2col: all patches laid out in memory, then one product by the library.
 
 In and out: see algorithm.py. The classical way (Chellapilla, Puri, Simard, "High Performance Convolutional Neural
-Networks for Document Processing", 2006). Its price is the memory: every input element is stored once per tap, 9 times for a
-3 x 3 kernel; `patches_bytes` says how much. Takes every shape. The blocked form in patches.py stores one block at a time.
+Networks for Document Processing", 2006). Its price is the memory: every input element is stored once per tap, 9 times
+for a 3 x 3 kernel; `patches_bytes` says how much. Takes every shape. The blocked form in patches.py stores one block at
+a time.
 """
 
 from __future__ import annotations

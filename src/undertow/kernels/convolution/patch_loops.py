@@ -40,7 +40,24 @@ def patch_row_bytes(num_terms: int) -> int:
 def _source_position(position: int, tap: int, rule: Any) -> int:
     multiply, offset, step, divide = rule
     numerator = position * multiply + offset + tap * step
+    # A division takes longer than the rest of a tap.
+    if divide == 1:
+        return numerator
     return numerator // divide if numerator % divide == 0 else -1
+
+
+@numba.njit(forceinline=True)
+def _copy_run(source: int, gate: int, gate_kind: int, element: int, num_elements: int, target: int) -> None:
+    for offset in range(0, num_elements, 16):
+        bits = tail_bits(num_elements, offset)
+        passed = gate_bits(gate, gate_kind, element + offset, bits)
+        store_where(target + 4 * offset, load_where(source + 4 * (element + offset), passed), bits)
+
+
+@numba.njit(forceinline=True)
+def _clear_run(num_elements: int, target: int) -> None:
+    for offset in range(0, num_elements, 16):
+        store_where(target + 4 * offset, zeros(), tail_bits(num_elements, offset))
 
 
 @numba.njit
@@ -50,24 +67,37 @@ def gather_patches(
 ) -> None:  # fmt: skip
     """The patches of the result pixels from `first` on, of some of the source's channels."""
     height, width, all_channels = sizes
+    line, x = first // result_size[1], first % result_size[1]
+    image, y = line // result_size[0], line % result_size[0]
+    # Neighbouring taps lie side by side in memory: a whole row of the kernel is one run, which pays for few channels.
+    is_run = rule_x[2] == 1 and rule_x[3] == 1 and num_channels == all_channels
     for index in range(num_pixels):
-        line, x = (first + index) // result_size[1], (first + index) % result_size[1]
-        image, y = line // result_size[0], line % result_size[0]
-        place = target + index * row_bytes
+        place, left = target + index * row_bytes, _source_position(x, 0, rule_x)
+        is_whole_run = is_run and left >= 0 and left + kernel[1] <= width
         for i in range(kernel[0]):
             source_y = _source_position(y, i, rule_y)
-            for j in range(kernel[1]):
-                source_x = _source_position(x, j, rule_x)
-                is_inside = 0 <= source_y < height and 0 <= source_x < width
-                pixel = (image * height + source_y) * width + source_x
-                for channel in range(0, num_channels, 16):
-                    bits = tail_bits(num_channels, channel)
-                    value = zeros()
-                    if is_inside:
-                        element = pixel * all_channels + first_channel + channel
-                        value = load_where(source + 4 * element, gate_bits(gate, gate_kind, element, bits))
-                    store_where(place + 4 * channel, value, bits)
-                place += 4 * num_channels
+            line_pixel = (image * height + source_y) * width
+            if source_y < 0 or source_y >= height:
+                _clear_run(kernel[1] * num_channels, place)
+                place += 4 * kernel[1] * num_channels
+            elif is_whole_run:
+                element, num_elements = (line_pixel + left) * all_channels, kernel[1] * num_channels
+                _copy_run(source, gate, gate_kind, element, num_elements, place)
+                place += 4 * num_elements
+            else:
+                for j in range(kernel[1]):
+                    source_x = _source_position(x, j, rule_x)
+                    if 0 <= source_x < width:
+                        element = (line_pixel + source_x) * all_channels + first_channel
+                        _copy_run(source, gate, gate_kind, element, num_channels, place)
+                    else:
+                        _clear_run(num_channels, place)
+                    place += 4 * num_channels
+        x += 1
+        if x == result_size[1]:
+            x, y = 0, y + 1
+            if y == result_size[0]:
+                y, image = 0, image + 1
 
 
 @numba.njit(parallel=True, cache=True)
@@ -80,25 +110,32 @@ def pack_weight(
     for index in numba.prange(num_groups * num_panels):
         group, panel = index // num_panels, index % num_panels
         place = target + index * num_taps * num_channels * PANEL_BYTES
-        for tap in range(num_taps):
-            for channel in range(num_channels):
-                for lane in range(PANEL):
-                    column = PANEL * panel + lane
+        num_lanes = min(PANEL, num_columns - PANEL * panel)
+        at = weight + group * group_bytes + PANEL * panel * column_bytes
+        # 16 channels at a time, the nearer neighbours innermost: both sides stay within few cache lines.
+        for start in range(0, num_channels, 16):
+            num_near = min(16, num_channels - start)
+            for pair in range(num_near * PANEL):
+                if column_bytes < channel_bytes:
+                    channel, lane = start + pair // PANEL, pair % PANEL
+                else:
+                    channel, lane = start + pair % num_near, pair // num_near
+                for tap in range(num_taps):
                     value = numba.float32(0)
-                    if column < num_columns:
-                        at = weight + group * group_bytes + column * column_bytes + channel * channel_bytes
-                        value = load_element(at + 4 * tap)
-                    store_element(place + 4 * lane, value)
-                place += PANEL_BYTES
+                    if lane < num_lanes:
+                        value = load_element(at + lane * column_bytes + channel * channel_bytes + 4 * tap)
+                    store_element(place + (tap * num_channels + channel) * PANEL_BYTES + 4 * lane, value)
 
 
 @numba.njit(parallel=True, cache=True)
 def convolve_patches(
     source: int, gate: int, gate_kind: int, sizes: Any, num_groups: int, result_sizes: Any, kernel: Any, rule_y: Any,
     rule_x: Any, num_pixels: int, block: int, is_gathered: bool, weight: int, bias: int, target: int, mask: int,
-    has_relu: bool, workspace: int,
+    has_relu: bool, spread: Any, spread_size: Any, workspace: int,
 ) -> None:  # fmt: skip
     """Blocks of patches times packed weights. Without gathering, patches are the pixels of the source themselves.
+
+    Result pixel (y, x) is written at (y, x) times `spread` of images of `spread_size`.
 
     Workspace: for each thread a block of patches (where gathered) and of their products.
     """
@@ -125,9 +162,14 @@ def convolve_patches(
                     own + a_bytes + panel * PANEL_BYTES, c_row, num_rows, num_terms, False,
                 )  # fmt: skip
             for row in range(num_rows):
+                pixel = first + row
+                if spread[0] != 1 or spread[1] != 1:
+                    line, x = pixel // result_sizes[1], pixel % result_sizes[1]
+                    image, y = line // result_sizes[0], line % result_sizes[0]
+                    pixel = (image * spread_size[0] + y * spread[0]) * spread_size[1] + x * spread[1]
                 finish_row(
                     own + a_bytes + row * c_row, bias, target, mask, has_relu,
-                    (first + row) * result_sizes[2] + group * num_out, group * num_out, num_out,
+                    pixel * result_sizes[2] + group * num_out, group * num_out, num_out,
                 )  # fmt: skip
 
 

@@ -92,6 +92,11 @@ class _Patches(Algorithm):
         is_data = step is Pass.BACKWARD_DATA
         num_in, num_out = _channels(shape, is_data)
         in_size, out_size = (shape.out_size, shape.in_size) if is_data else (shape.in_size, shape.out_size)
+        rules, spread, spread_size = _rules(shape, is_data), (1, 1), out_size
+        if is_data and shape.num_taps == 1 and shape.stride != (1, 1) and shape.padding == (0, 0):
+            # Each output pixel goes back to one input pixel; the others, in between, get nothing.
+            out.zero_()
+            out_size, spread, rules = shape.out_size, shape.stride, ((1, 0, 1, 1), (1, 0, 1, 1))
         pieces = Workspace(workspace)
         packed, own = (pieces.take(size).data_ptr() for size in self._piece_bytes(shape, step))
         tap_bytes, row_bytes = 4 * shape.num_taps, 4 * shape.num_taps * shape.in_channels // shape.groups
@@ -102,10 +107,9 @@ class _Patches(Algorithm):
         )  # fmt: skip
         run_parallel(
             convolve_patches, source.data_ptr(), *gate_of(gate), (*in_size, num_in * shape.groups), shape.groups,
-            (*out_size, num_out * shape.groups), shape.kernel, *_rules(shape, is_data),
-            shape.num_in_pixels if is_data else shape.num_out_pixels, _block(shape.num_taps * num_in),
-            self._is_gathered(shape, gate is not None), packed, address_of(bias), out.data_ptr(), address_of(mask),
-            has_relu, own,
+            (*out_size, num_out * shape.groups), shape.kernel, *rules, shape.batch * out_size[0] * out_size[1],
+            _block(shape.num_taps * num_in), self._is_gathered(shape, gate is not None), packed, address_of(bias),
+            out.data_ptr(), address_of(mask), has_relu, spread, spread_size, own,
         )  # fmt: skip
 
     def backward_weight(
