@@ -1,9 +1,8 @@
 """Every convolution algorithm on the layers of a network, pass by pass, beside PyTorch's own in both layouts.
 
-Times are of the convolution with bias alone: no ReLU and no mask on either side. All take turns, round by round; minimum
-and median are kept. PyTorch allocates its results, so malloc's thresholds are raised for the whole process: its memory is
-mapped already, as ours is. `fraction_of_peak` sets the flops of the direct sum, which Winograd needs fewer of, against
-the best product measured in the same run.
+Times are of the convolution with bias alone: no ReLU and no mask on either side. All take turns, round by round;
+minimum and median are kept. PyTorch allocates its results, so malloc's thresholds are raised for the whole process: its
+memory is mapped already, as ours is. The machine's best product, measured in the same run, stands in the file as well.
 
 Usage: scripts/bench convolution_layers [--network vgg16|resnet50|unet] [--batch N] [--rounds N] [--all] [--out F]
 """
