@@ -1,0 +1,134 @@
+"""Around a convolution: bias, ReLU and its mask after the forward pass, that mask and ct_bias before the others.
+
+In: dense channels_last tensors. Out: written into given tensors. For the algorithms that leave the product to a
+library; those with loops of their own do the same while an element is in a register anyway. The mask holds one bit per
+element in the order of memory, as kernels/bits.py packs it, set where the output is not <= 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import torch
+from torch import Tensor
+
+from undertow.kernels.convolution.vectors import (
+    keep_where,
+    load_where,
+    not_at_most_zero,
+    store_two_bytes,
+    store_where,
+    zeros,
+)
+from undertow.kernels.convolution.winograd_tiles import NO_GATE, PACKED_GATE, VALUE_GATE, gate_bits, tail_bits
+from undertow.kernels.threads import run_parallel
+
+
+def address_of(tensor: Tensor | None) -> int:
+    """Where the elements lie, or 0."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def gate_of(mask: Tensor | None) -> tuple[int, int]:
+    """The address of what masks a cotangent, and which kind it is: packed bits, or the ReLU's output."""
+    if mask is None:
+        return 0, NO_GATE
+    return mask.data_ptr(), PACKED_GATE if mask.dtype == torch.uint8 else VALUE_GATE
+
+
+def flat(tensor: Tensor) -> Any:
+    """The elements in the order of memory, as a NumPy array over the same memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).detach().numpy()
+
+
+@numba.njit
+def finish_row(
+    source: int, bias: int, target: int, mask: int, has_relu: bool, first_element: int, first: int, num_channels: int
+) -> None:
+    """Sums of one pixel to their place, with bias, ReLU and mask; `first` is the first channel, for the bias.
+
+    `bias` and `mask` are addresses, or 0. With a mask, the channels fill whole vectors.
+    """
+    for channel in range(0, num_channels, 16):
+        bits = tail_bits(num_channels, channel)
+        element = first_element + channel
+        value = load_where(source + 4 * channel, bits)
+        if bias != 0:
+            value = value + load_where(bias + 4 * (first + channel), bits)
+        if has_relu:
+            passed = not_at_most_zero(value)
+            value = keep_where(value, passed)
+            if mask != 0:
+                store_two_bytes(mask + (element >> 3), passed)
+        store_where(target + 4 * element, value, bits)
+
+
+@numba.njit(parallel=True, cache=True)
+def _finish_rows(out: int, num_pixels: int, num_channels: int, bias: int, mask: int, has_relu: bool) -> None:
+    for pixel in numba.prange(num_pixels):
+        first = pixel * num_channels
+        finish_row(out + 4 * first, bias, out, mask, has_relu, first, 0, num_channels)
+
+
+@numba.njit(parallel=True, cache=True)
+def _pack_signs(elements: Any, packed: Any) -> None:
+    for byte in numba.prange(packed.size):
+        bits = 0
+        for index in range(8 * byte, min(8 * byte + 8, elements.size)):
+            bits |= (not (elements[index] <= 0)) << (index - 8 * byte)
+        packed[byte] = bits
+
+
+def pack_signs_into(tensor: Tensor, packed: Tensor) -> None:
+    """One bit per element: whether it is not <= 0."""
+    run_parallel(_pack_signs, flat(tensor), packed.numpy())
+
+
+def finish_output(out: Tensor, bias: Tensor | None, has_relu: bool, mask: Tensor | None) -> None:
+    """Bias, ReLU and mask over a whole output, in place."""
+    num_channels = out.shape[1]
+    # Two threads would write the two halves of one byte of the mask where a pixel's channels do not fill vectors.
+    fused_mask = mask if num_channels % 16 == 0 else None
+    if bias is not None or has_relu:
+        run_parallel(
+            _finish_rows, out.data_ptr(), out.numel() // num_channels, num_channels, address_of(bias),
+            address_of(fused_mask), has_relu,
+        )  # fmt: skip
+    if mask is not None and fused_mask is None:
+        pack_signs_into(out, mask)
+
+
+@numba.njit(parallel=True, cache=True)
+def _mask_rows(
+    ct: int, gate: int, gate_kind: int, num_pixels: int, num_channels: int, num_parts: int, target: int, sums: int
+) -> None:
+    for part in numba.prange(num_parts):
+        first, last = part * num_pixels // num_parts, (part + 1) * num_pixels // num_parts
+        for channel in range(0, num_channels, 16):
+            bits = tail_bits(num_channels, channel)
+            total = zeros()
+            for pixel in range(first, last):
+                element = pixel * num_channels + channel
+                value = load_where(ct + 4 * element, gate_bits(gate, gate_kind, element, bits))
+                if target != 0:
+                    store_where(target + 4 * element, value, bits)
+                total = total + value
+            if sums != 0:
+                store_where(sums + 4 * (part * num_channels + channel), total, bits)
+
+
+def mask_cotangent(
+    ct: Tensor, mask: Tensor | None, masked: Tensor | None, ct_bias: Tensor | None, sums: Tensor
+) -> None:
+    """ct where the ReLU let through to `masked`, and its sum over the pixels to `ct_bias`; None where not wanted.
+
+    `sums` is workspace: one row of channels for each of up to as many threads.
+    """
+    num_channels = ct.shape[1]
+    run_parallel(
+        _mask_rows, ct.data_ptr(), *gate_of(mask), ct.numel() // num_channels, num_channels, sums.shape[0],
+        address_of(masked), sums.data_ptr(),
+    )  # fmt: skip
+    if ct_bias is not None:
+        torch.sum(sums, dim=0, out=ct_bias)
