@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -34,6 +34,13 @@ class CostSource(StrEnum):
     MODEL = "model"
 
 
+class Numerics(StrEnum):
+    """Which kernels may run: those with eager's bits, or also those that round otherwise within a stated bound."""
+
+    EXACT = "exact"
+    FAST = "fast"
+
+
 @dataclass(frozen=True)
 class Terms:
     """What a plan is to keep to. Without a budget nothing is searched and nothing is measured."""
@@ -42,6 +49,15 @@ class Terms:
     optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
     costs: CostSource = CostSource.MEASURED
     time_limit_s: float = math.inf
+    numerics: Numerics = Numerics.EXACT
+
+
+def parse_numerics(numerics: str) -> Numerics:
+    """The numerics that a user named."""
+    if numerics not in list(Numerics):
+        names = " or ".join(f'"{name}"' for name in Numerics)
+        raise CallError(f"numerics must be {names}, got {numerics!r}")
+    return Numerics(numerics)
 
 
 def parse_costs(costs: str) -> CostSource:
@@ -95,6 +111,11 @@ def make_budget_planner(program: Program, held: Mapping[str, int], terms: Terms)
         has_measured_costs=terms.costs is CostSource.MEASURED,
         time_limit_s=terms.time_limit_s,
     )
+
+
+def measured_costs(nodes: Sequence[Node]) -> Callable[[Node], Cost]:
+    """The measured cost of nodes such as these."""
+    return _cost_table(list(nodes), CostSource.MEASURED)
 
 
 def _cost_table(nodes: list[Node], costs: CostSource) -> Callable[[Node], Cost]:

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 
 from undertow import ops as ops
-from undertow.api.budget_planning import Terms, held_bytes, notes_of, parse_costs, plan_for_budget
+from undertow.api.budget_planning import (
+    Numerics,
+    Terms,
+    held_bytes,
+    measured_costs,
+    notes_of,
+    parse_costs,
+    parse_numerics,
+    plan_for_budget,
+)
 from undertow.api.budgets import parse_budget
 from undertow.api.calls import check_call, check_optimizer
 from undertow.autodiff.backward import differentiate
@@ -22,6 +31,8 @@ from undertow.capture.capture import capture
 from undertow.capture.origins import place_of
 from undertow.errors import CallError
 from undertow.ir import Plan, Program
+from undertow.numerics.choose import choose_kernels, lay_out_gradients
+from undertow.numerics.layout import use_channels_last
 from undertow.ops.cleaning import remove_unused
 from undertow.ops.oversized import compact_oversized
 from undertow.ops.shape_only import forget_shape_only_reads
@@ -38,6 +49,7 @@ def plan(
     *,
     budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    numerics: str = "exact",
     strict: bool = False,
     costs: str = "measured",
     time_limit_s: float = math.inf,
@@ -45,12 +57,13 @@ def plan(
     """A module with the model's parameters that trains by an explicit, derived backward pass.
 
     `budget` is the peak memory of the whole step, in bytes or as "6GiB"; `optimizer` only counts: its state is held.
+    `numerics="fast"` takes the fastest measured algorithms, within their error bounds, and times them at first use.
     `costs="model"` plans without measuring. `time_limit_s` ends the search for a plan early.
     """
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
     budget_bytes = None if budget is None else parse_budget(budget)
-    terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s)
+    terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s, parse_numerics(numerics))
     if hasattr(model, "undertow_runner"):
         raise CallError("model is already planned; plan the module it was made from")
     planned = make_planned(model, RunnerMaker(strict, terms))
@@ -70,18 +83,25 @@ class RunnerMaker:
 
     def plan_step(self, module: torch.nn.Module, program: Program, pattern: Pattern) -> Plan:
         """The plan for gradients from the outputs marked in `pattern`."""
-        program = derive(program, pattern, is_strict=self.is_strict)
+        program = derive(program, pattern, self.terms.numerics, is_strict=self.is_strict)
         held = held_bytes(module, program, self.terms.optimizer)
         if self.terms.budget_bytes is None:
             return make_plan(program, held=held, notes=notes_of(program), explainer=explain)
         return plan_for_budget(program, held, self.terms)
 
 
-def derive(program: Program, pattern: Pattern, *, is_strict: bool = False) -> Program:
-    """The Program with the backward pass from the outputs marked in `pattern`."""
+def derive(
+    program: Program, pattern: Pattern, numerics: Numerics = Numerics.EXACT, *, is_strict: bool = False
+) -> Program:
+    """The Program with the backward pass from the outputs marked in `pattern`, by the kernels that `numerics` allows."""
+    if numerics is not Numerics.EXACT:
+        program = use_channels_last(program)
     if any(pattern):
         carriers = [program.outputs[place] for place in differentiable_outputs(program)]
         outputs = [value for value, is_present in zip(carriers, pattern, strict=True) if is_present]
         wanted = [item.value for item in program.inputs if item.value in program.differentiable]
         program = forget_shape_only_reads(differentiate(program, outputs, wanted, is_strict=is_strict))
-    return compact_oversized(remove_unused(program))
+    program = remove_unused(program)
+    if numerics is not Numerics.EXACT:
+        program = lay_out_gradients(choose_kernels(program, measured_costs))
+    return compact_oversized(program)

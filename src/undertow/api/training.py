@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from undertow.api.budget_planning import Terms, held_bytes, make_budget_planner, notes_of, parse_costs, plan_for_budget
+from undertow.api.budget_planning import (
+    Terms,
+    held_bytes,
+    make_budget_planner,
+    notes_of,
+    parse_costs,
+    parse_numerics,
+    plan_for_budget,
+)
 from undertow.api.budgets import parse_budget
 from undertow.api.calls import check_call, check_optimizer
 from undertow.api.planning import derive
@@ -47,6 +55,7 @@ def train_step(
     budget: int | str | None = None,
     clip_norm: float | None = None,
     accumulate: int = 1,
+    numerics: str = "exact",
     strict: bool = False,
     costs: str = "measured",
     time_limit_s: float = math.inf,
@@ -67,7 +76,7 @@ def train_step(
     if optimizer is None and (clip_norm is not None or accumulate > 1):
         raise CallError("clip_norm and accumulate say how the optimizer steps; give optimizer= as well")
     budget_bytes = None if budget is None else parse_budget(budget)
-    terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s)
+    terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s, parse_numerics(numerics))
     step = make_step(model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict)
     step.prepare((*args, *targets), kwargs or {})
     return step
@@ -217,7 +226,8 @@ class TrainStep:
     def _derive(self, program: Program) -> tuple[Program, dict[str, int]]:
         """The whole step as one Program, and what it holds throughout."""
         places = differentiable_outputs(program)
-        program = derive(program, tuple(place == 0 for place in places), is_strict=self._is_strict)
+        pattern = tuple(place == 0 for place in places)
+        program = derive(program, pattern, self._terms.numerics, is_strict=self._is_strict)
         program = add_updates(program, self._update_of, self._is_consumed, self._at_end)
         held = held_bytes(self.model, program, self.optimizer)
         held["gradients"] = sum(

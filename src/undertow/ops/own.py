@@ -27,6 +27,7 @@ class OwnOperation:
     run: Callable[..., Any] = field(repr=False)
     gradient: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
     has_effect: bool = False
+    returns_tuple: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""What `numerics="fast"` changes: passes from Program to Program that may change bits, within stated bounds."""

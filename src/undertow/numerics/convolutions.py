@@ -1,0 +1,98 @@
+"""Other ways to run the convolutions of a Program: which algorithms could stand for a node, and what folds into them.
+
+A choice is a node that makes the same outputs as the one it stands for, up to rounding (each algorithm states its
+bound, see `kernels.convolution`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from undertow.ir import Node, TensorType, Value
+from undertow.ir.types import contiguous_strides
+from undertow.kernels.convolution import ALGORITHMS, ConvolutionShape
+from undertow.numerics.layout import is_channels_last
+from undertow.ops.fast_convolution import backward_by, forward_by
+
+aten = torch.ops.aten
+
+# The loops as written and im2col in one piece are there to be compared with; oneDNN's own is the node as it stands.
+_NEVER_FASTEST = {"plain loops", "im2col", "direct (oneDNN)"}
+CANDIDATES = tuple(item.name for item in ALGORITHMS if item.name not in _NEVER_FASTEST)
+_REFUSAL = {item.name: item.refusal for item in ALGORITHMS}
+
+
+def convolution_choices(node: Node) -> list[Node]:
+    """Ways to run a forward convolution."""
+    x, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args
+    (y,) = node.outputs
+    if is_transposed or y is None or not _is_suited(x, weight) or not is_channels_last(y.tensor_type):
+        return []
+    geometry = (*map(tuple, (stride, padding, dilation)), groups)
+    return [
+        replace(node, target=forward_by(name), args=(x, weight, bias, *geometry, False), kwargs={})
+        for name in _able(x, weight, *geometry)
+    ]
+
+
+def convolution_backward_choices(node: Node) -> list[Node]:
+    """Ways to run both backward passes of a convolution."""
+    ct, x, weight, _, stride, padding, dilation, is_transposed, _, groups, wants = node.args
+    ct_x, _, ct_bias = node.outputs
+    if is_transposed or not _is_suited(x, weight) or (ct_bias is not None and node.outputs[1] is None):
+        return []
+    if ct_x is not None and not is_channels_last(ct_x.tensor_type):
+        return []
+    geometry = (*map(tuple, (stride, padding, dilation)), groups)
+    given = tuple(value is not None for value in node.outputs)
+    outputs = (ct_x, _contiguous(node.outputs[1]), ct_bias)
+    args = (ct, x, weight, *geometry, given, None)
+    return [
+        replace(node, target=backward_by(name), args=args, kwargs={}, outputs=outputs)
+        for name in _able(x, weight, *geometry)
+    ]
+
+
+def with_relu(node: Node, result: Value) -> Node:
+    """An own forward convolution that ends with the ReLU behind it."""
+    return replace(node, args=(*node.args[:-1], True), outputs=(result,))
+
+
+def with_mask(node: Node, ct: Value, y: Value) -> Node:
+    """An own backward convolution that begins with the ReLU's: `y` is that ReLU's output."""
+    return replace(node, args=(ct, *node.args[1:-1], y))
+
+
+def is_own_forward(node: Node) -> bool:
+    """Whether the node is one of the choices above."""
+    return str(node.target).startswith("convolution.")
+
+
+def is_own_backward(node: Node) -> bool:
+    """Whether the node is one of the choices above."""
+    return str(node.target).startswith("convolution_backward.")
+
+
+def _contiguous(value: Value | None) -> Value | None:
+    if value is None or value.tensor_type.is_contiguous:
+        return value
+    kind = value.tensor_type
+    return Value(f"{value.name}_contiguous", replace(kind, strides=contiguous_strides(kind.shape)))
+
+
+def _is_suited(x: Any, weight: Any) -> bool:
+    kind: TensorType = x.tensor_type
+    is_float = kind.dtype is torch.float32 and weight.tensor_type.dtype is torch.float32
+    return is_float and kind.device.type == "cpu" and is_channels_last(kind)
+
+
+def _able(x: Value, weight: Value, stride: Any, padding: Any, dilation: Any, groups: int) -> list[str]:
+    batch, in_channels, height, width = x.tensor_type.shape
+    out_channels, _, *kernel = weight.tensor_type.shape
+    shape = ConvolutionShape(
+        batch, in_channels, out_channels, (height, width), (kernel[0], kernel[1]), stride, padding, dilation, groups
+    )
+    return [name for name in CANDIDATES if _REFUSAL[name](shape) is None]

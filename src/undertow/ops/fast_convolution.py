@@ -1,0 +1,88 @@
+"""Undertow's convolution algorithms as operations of a Program.
+
+Each takes and makes channels_last activations; weights and their cotangents are contiguous. The workspace is allocated
+for the call, so that it is measured, and counted, like any kernel's.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from undertow.kernels.convolution import ALGORITHMS, Algorithm, ConvolutionShape, Pass, shape_of
+from undertow.ops.own import OwnOperation
+
+Pair = tuple[int, int]
+_BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
+
+
+@cache
+def forward_by(name: str) -> OwnOperation:
+    """The forward pass by an algorithm: (x, weight, bias, stride, padding, dilation, groups, has_relu) -> y."""
+    return OwnOperation(f"convolution.{_short(name)}", partial(_forward, _BY_NAME[name]))
+
+
+@cache
+def backward_by(name: str) -> OwnOperation:
+    """Both backward passes: (ct, x, weight, stride, padding, dilation, groups, wants, y) -> ct_x, ct_weight, ct_bias.
+
+    `wants` says which of the three; y, the output of the forward pass with its ReLU, masks the cotangent, or is None.
+    """
+    operation = partial(_backward, _BY_NAME[name])
+    return OwnOperation(f"convolution_backward.{_short(name)}", operation, returns_tuple=True)
+
+
+def _short(name: str) -> str:
+    return name.lower().replace(" ", "_")
+
+
+def _forward(
+    algorithm: Algorithm,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    has_relu: bool = False,
+) -> Tensor:
+    shape = shape_of(x, weight, stride, padding, dilation, groups)
+    y = _empty_image(shape.out_shape)
+    workspace = algorithm.new_workspace(shape, Pass.FORWARD)
+    algorithm.forward(shape, x, weight.contiguous(), y, workspace, bias=bias, has_relu=has_relu)
+    return y
+
+
+def _backward(
+    algorithm: Algorithm,
+    ct: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    wants: tuple[bool, bool, bool],
+    y: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    shape = shape_of(x, weight, stride, padding, dilation, groups)
+    ct = ct.contiguous(memory_format=torch.channels_last)
+    ct_x = _empty_image(shape.x_shape) if wants[0] else None
+    ct_weight = torch.empty(shape.weight_shape) if wants[1] else None
+    ct_bias = torch.empty(shape.out_channels) if wants[2] else None
+    workspace = torch.empty(_backward_bytes(algorithm, shape, wants), dtype=torch.uint8)
+    algorithm.backward(shape, ct, x, weight.contiguous(), ct_x, ct_weight, ct_bias, workspace, mask=y)
+    return ct_x, ct_weight, ct_bias
+
+
+def _backward_bytes(algorithm: Algorithm, shape: ConvolutionShape, wants: tuple[bool, bool, bool]) -> int:
+    if wants[0] and (wants[1] or wants[2]):
+        return algorithm.backward_bytes(shape)
+    return algorithm.workspace_bytes(shape, Pass.BACKWARD_DATA if wants[0] else Pass.BACKWARD_WEIGHT)
+
+
+def _empty_image(shape: tuple[int, int, int, int]) -> Tensor:
+    return torch.empty(shape, memory_format=torch.channels_last)
