@@ -23,6 +23,7 @@ from undertow.ops.interpret import generators_of
 from undertow.ops.lifetimes import find_lifetimes
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import GUARDS, Mutating
+from undertow.runtime.allocator import keep_memory_mapped
 from undertow.runtime.code import Segment, StepCode, compile_program
 
 Pattern = tuple[bool, ...]
@@ -32,6 +33,7 @@ class Step:
     """A Program ready to run, for a fixed set of outputs from which gradients come."""
 
     def __init__(self, plan: Plan, pattern: Pattern) -> None:
+        keep_memory_mapped()
         self.plan = plan
         self.program = program = plan.program
         self.pattern = pattern
