@@ -22,6 +22,18 @@ KINDS = ("normal", "wide range", "same sign", "alternating")
 each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
 
 
+@pytest.fixture(params=[1], autouse=True)
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One thread where a test does not ask for more: on a busy machine threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+several_threads = pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
+
+
 class Guarded:
     """Memory between two stretches that nobody may write to; the memory itself begins as NaN."""
 
@@ -145,6 +157,7 @@ def test_bound_holds_on_random_shapes(algorithm: Algorithm, kind: str) -> None:
             check_all_passes(algorithm, shape, kind, has_relu=seed % 2 == 0, seed=seed)
 
 
+@several_threads
 @pytest.mark.parametrize(
     ("stride", "groups", "channels"), [((1, 1), 1, 24), ((2, 2), 1, 24), ((3, 2), 2, 32), ((1, 1), 4, 36)]
 )
@@ -154,6 +167,7 @@ def test_1x1_reads_pixels_where_they_lie_or_copies_them(stride: tuple[int, int],
     check_all_passes(POINTWISE, shape, has_relu=True)
 
 
+@several_threads
 # Many tiles go by blocks of tiles; many channels on few tiles by panels of channels.
 @pytest.mark.parametrize(("channels", "size"), [((32, 64), 40), ((192, 160), 9), ((40, 100), 7)])
 @pytest.mark.parametrize("algorithm", [SMALL_WINOGRAD, WINOGRAD], ids=lambda algorithm: algorithm.name)
@@ -179,11 +193,11 @@ def test_kept_transformed_input_gives_the_same_bits(algorithm: Algorithm, channe
     assert torch.equal(*outs) and torch.equal(*ct_weights)
 
 
-def test_same_bits_every_time_and_thread_counts_left_alone() -> None:
+@several_threads
+def test_same_bits_every_time_and_thread_counts_left_alone(num_threads: int) -> None:
     shape = ConvolutionShape(2, 32, 48, (30, 30), (3, 3), padding=(1, 1))
     x = torch.randn(shape.x_shape).contiguous(memory_format=torch.channels_last)
     weight = torch.randn(shape.weight_shape)
-    num_threads = torch.get_num_threads()
     for algorithm in (PLAIN, IM2COL, BLOCKED, SMALL_WINOGRAD, WINOGRAD):
         outs = [torch.empty(shape.out_shape, memory_format=torch.channels_last) for _ in range(2)]
         for out in outs:

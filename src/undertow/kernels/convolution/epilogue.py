@@ -42,7 +42,7 @@ def flat(tensor: Tensor) -> Any:
     return tensor.as_strided((tensor.numel(),), (1,)).detach().numpy()
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def finish_row(
     source: int, bias: int, target: int, mask: int, has_relu: bool, first_element: int, first: int, num_channels: int
 ) -> None:
@@ -64,14 +64,14 @@ def finish_row(
         store_where(target + 4 * element, value, bits)
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def _finish_rows(out: int, num_pixels: int, num_channels: int, bias: int, mask: int, has_relu: bool) -> None:
     for pixel in numba.prange(num_pixels):
         first = pixel * num_channels
         finish_row(out + 4 * first, bias, out, mask, has_relu, first, 0, num_channels)
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def _pack_signs(elements: Any, packed: Any) -> None:
     for byte in numba.prange(packed.size):
         bits = 0
@@ -99,7 +99,7 @@ def finish_output(out: Tensor, bias: Tensor | None, has_relu: bool, mask: Tensor
         pack_signs_into(out, mask)
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def _mask_rows(
     ct: int, gate: int, gate_kind: int, num_pixels: int, num_channels: int, num_parts: int, target: int, sums: int
 ) -> None:

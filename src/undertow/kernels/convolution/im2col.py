@@ -23,7 +23,7 @@ from undertow.kernels.convolution.winograd_tiles import tail_bits
 from undertow.kernels.threads import run_parallel
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def _gather_all(
     source: int, sizes: Any, first_channel: int, num_channels: int, result_size: Any, kernel: Any, rule_y: Any,
     rule_x: Any, num_pixels: int, target: int,
@@ -36,7 +36,7 @@ def _gather_all(
         )  # fmt: skip
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def _add_patches(
     patches: int, sizes: Any, first_channel: int, num_channels: int, out_size: Any, kernel: Any, stride: Any,
     padding: Any, dilation: Any, num_lines: int, target: int,

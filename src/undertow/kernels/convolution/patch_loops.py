@@ -30,13 +30,13 @@ from undertow.kernels.convolution.vectors import (
 from undertow.kernels.convolution.winograd_tiles import gate_bits, tail_bits
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def patch_row_bytes(num_terms: int) -> int:
     """Bytes between patches; whole blocks of rows, and off the powers of two, which share cache sets."""
     return 4 * ((num_terms + ROWS - 1) // ROWS * ROWS + 16)
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _source_position(position: int, tap: int, rule: Any) -> int:
     multiply, offset, step, divide = rule
     numerator = position * multiply + offset + tap * step
@@ -46,7 +46,7 @@ def _source_position(position: int, tap: int, rule: Any) -> int:
     return numerator // divide if numerator % divide == 0 else -1
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _copy_run(source: int, gate: int, gate_kind: int, element: int, num_elements: int, target: int) -> None:
     for offset in range(0, num_elements, 16):
         bits = tail_bits(num_elements, offset)
@@ -54,13 +54,13 @@ def _copy_run(source: int, gate: int, gate_kind: int, element: int, num_elements
         store_where(target + 4 * offset, load_where(source + 4 * (element + offset), passed), bits)
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _clear_run(num_elements: int, target: int) -> None:
     for offset in range(0, num_elements, 16):
         store_where(target + 4 * offset, zeros(), tail_bits(num_elements, offset))
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def gather_patches(
     source: int, gate: int, gate_kind: int, sizes: Any, first_channel: int, num_channels: int, result_size: Any,
     kernel: Any, rule_y: Any, rule_x: Any, first: int, num_pixels: int, target: int, row_bytes: int,
@@ -100,7 +100,7 @@ def gather_patches(
                 y, image = 0, image + 1
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def pack_weight(
     weight: int, num_groups: int, group_bytes: int, num_columns: int, column_bytes: int, num_channels: int,
     channel_bytes: int, num_taps: int, target: int,
@@ -127,7 +127,7 @@ def pack_weight(
                     store_element(place + (tap * num_channels + channel) * PANEL_BYTES + 4 * lane, value)
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def convolve_patches(
     source: int, gate: int, gate_kind: int, sizes: Any, num_groups: int, result_sizes: Any, kernel: Any, rule_y: Any,
     rule_x: Any, num_pixels: int, block: int, is_gathered: bool, weight: int, bias: int, target: int, mask: int,
@@ -173,7 +173,7 @@ def convolve_patches(
                 )  # fmt: skip
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def correlate_patches(
     source: int, sizes: Any, num_groups: int, kernel: Any, rule_y: Any, rule_x: Any, cotangent: int, gate: int,
     gate_kind: int, result_sizes: Any, num_pixels: int, block: int, is_gathered: bool, num_sums: int, target: int,
@@ -219,7 +219,7 @@ def correlate_patches(
                         _add_rows(b, num_rows, ct_bias + place * PANEL_BYTES, is_added)
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _gather_cotangents(
     cotangent: int, gate: int, gate_kind: int, all_channels: int, first_channel: int, num_channels: int, first: int,
     num_pixels: int, target: int,
@@ -235,7 +235,7 @@ def _gather_cotangents(
         store(place + 64, load_where(cotangent + 4 * element + 64, bits))
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _add_rows(source: int, num_rows: int, target: int, is_added: bool) -> None:
     low, high = zeros(), zeros()
     for row in range(num_rows):
@@ -247,7 +247,7 @@ def _add_rows(source: int, num_rows: int, target: int, is_added: bool) -> None:
     store(target + 64, high)
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def unpack_weight_cotangent(
     source: int, num_sums: int, num_groups: int, num_out: int, num_in: int, num_taps: int, target: int
 ) -> None:

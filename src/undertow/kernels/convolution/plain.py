@@ -1,7 +1,8 @@
 """The plain loop nest: the definition of a convolution, written down.
 
 In and out: see algorithm.py. Takes every shape, needs no workspace, and is what the others are explained against. Sums
-run in float32 in the order of the loops. Not blocked, not vectorised: 20 to 100 times slower than the others.
+run in float32 in the order of the loops. Not blocked, not vectorised, on one thread: 50 to 200 times slower than the
+others.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ from torch import Tensor
 from undertow.kernels.convolution.algorithm import Algorithm, Pass, Workspace, align, direct_error_bound
 from undertow.kernels.convolution.epilogue import finish_output, flat, mask_cotangent
 from undertow.kernels.convolution.shape import ConvolutionShape
-from undertow.kernels.threads import run_parallel
 
 # Every loop gets the sizes as one tuple: batch, in and out channels of a group, groups, input size, output size,
 # kernel, stride, padding, dilation.
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(cache=True, error_model="numpy")
 def _forward(x: Any, weight: Any, out: Any, sizes: Any) -> None:
     batch, num_in, num_out, groups, (height, width), (out_height, out_width), kernel, stride, padding, dilation = sizes
-    for line in numba.prange(batch * out_height):
+    for line in range(batch * out_height):
         image, out_y = line // out_height, line % out_height
         for out_x in range(out_width):
             for o in range(groups * num_out):
@@ -40,10 +40,10 @@ def _forward(x: Any, weight: Any, out: Any, sizes: Any) -> None:
                 out[(line * out_width + out_x) * groups * num_out + o] = total
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(cache=True, error_model="numpy")
 def _backward_data(ct: Any, weight: Any, ct_x: Any, sizes: Any) -> None:
     batch, num_in, num_out, groups, (height, width), (out_height, out_width), kernel, stride, padding, dilation = sizes
-    for line in numba.prange(batch * height):
+    for line in range(batch * height):
         image, y = line // height, line % height
         for x in range(width):
             for c in range(groups * num_in):
@@ -62,10 +62,10 @@ def _backward_data(ct: Any, weight: Any, ct_x: Any, sizes: Any) -> None:
                 ct_x[(line * width + x) * groups * num_in + c] = total
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(cache=True, error_model="numpy")
 def _backward_weight(ct: Any, x: Any, ct_weight: Any, sizes: Any) -> None:
     batch, num_in, num_out, groups, (height, width), (out_height, out_width), kernel, stride, padding, dilation = sizes
-    for o in numba.prange(groups * num_out):
+    for o in range(groups * num_out):
         for c in range(num_in):
             for i in range(kernel[0]):
                 for j in range(kernel[1]):
@@ -109,7 +109,7 @@ class Plain(Algorithm):
         self, shape: ConvolutionShape, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor, *,
         bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None, kept: Tensor | None = None,
     ) -> None:  # fmt: skip
-        run_parallel(_forward, flat(x), flat(weight), flat(out), _sizes(shape))
+        _forward(flat(x), flat(weight), flat(out), _sizes(shape))
         finish_output(out, bias, has_relu, mask)
 
     def backward_data(
@@ -117,7 +117,7 @@ class Plain(Algorithm):
         mask: Tensor | None = None,
     ) -> None:  # fmt: skip
         masked = _masked(shape, ct, mask, None, workspace)
-        run_parallel(_backward_data, flat(masked), flat(weight), flat(ct_x), _sizes(shape))
+        _backward_data(flat(masked), flat(weight), flat(ct_x), _sizes(shape))
 
     def backward_weight(
         self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, ct_weight: Tensor, workspace: Tensor, *,
@@ -125,7 +125,7 @@ class Plain(Algorithm):
     ) -> None:  # fmt: skip
         assert x is not None
         masked = _masked(shape, ct, mask, ct_bias, workspace)
-        run_parallel(_backward_weight, flat(masked), flat(x), flat(ct_weight), _sizes(shape))
+        _backward_weight(flat(masked), flat(x), flat(ct_weight), _sizes(shape))
 
 
 def _masked(

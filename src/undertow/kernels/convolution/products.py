@@ -23,7 +23,7 @@ _two_rows = make_product_kernel(2, 2)
 _one_row = make_product_kernel(1, 2)
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def multiply_panel(
     a: int, a_row: int, a_term: int, b: int, c: int, c_row: int, num_rows: int, num_terms: int, is_added: bool
 ) -> None:

@@ -28,19 +28,19 @@ from undertow.kernels.convolution.winograd_tiles import (
 from undertow.kernels.convolution.winograd_weights import SCRATCH_BYTES, gather_weight_panel, transform_weight_panel
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _place(tile: int, grid: Any) -> Any:
     row = tile // grid[1]
     return row // grid[0], row % grid[0], tile % grid[1]
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def row_bytes(num_channels: int) -> int:
     """Bytes of one tile's row of channels; one vector more than needed, lest all rows fall on the same cache sets."""
     return 4 * ((num_channels + PANEL - 1) // PANEL * PANEL + 16)
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _transform_inputs(
     n: int, source: int, gate: int, gate_kind: int, sizes: Any, padding: Any, grid: Any, first: int, num_tiles: int,
     target: int, f_bytes: int, scratch: int,
@@ -52,7 +52,7 @@ def _transform_inputs(
         transform_input_tile(n, source, gate, gate_kind, image, y, x, sizes, place, f_bytes, scratch)
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _transform_outputs(
     n: int, products: int, f_bytes: int, row: int, grid: Any, first: int, num_tiles: int, bias: int, target: int,
     mask: int, has_relu: bool, sizes: Any, first_channel: int, last_channel: int, scratch: int,
@@ -65,7 +65,7 @@ def _transform_outputs(
         )  # fmt: skip
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _transform_cotangents(
     n: int, source: int, gate: int, gate_kind: int, sizes: Any, grid: Any, first: int, num_tiles: int,
     first_channel: int, last_channel: int, target: int, f_bytes: int, panel_bytes: int, scratch: int,
@@ -78,7 +78,7 @@ def _transform_cotangents(
         )  # fmt: skip
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def transform_all_inputs(
     n: int, source: int, gate: int, gate_kind: int, sizes: Any, padding: Any, grid: Any, num_tiles: int, target: int,
     scratch: int,
@@ -91,7 +91,7 @@ def transform_all_inputs(
         )  # fmt: skip
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def convolve_blocks(
     n: int, source: int, gate: int, gate_kind: int, in_sizes: Any, padding: Any, grid: Any, num_tiles: int, block: int,
     kept: int, weight: int, bias: int, target: int, mask: int, has_relu: bool, out_sizes: Any, scratch: int,
@@ -125,7 +125,7 @@ def convolve_blocks(
         )
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def convolve_panels(
     n: int, transformed: int, num_in: int, grid: Any, num_tiles: int, weight: int, column_bytes: int, term_bytes: int,
     is_rotated: bool, bias: int, target: int, mask: int, has_relu: bool, out_sizes: Any, scratch: int, workspace: int,
@@ -155,7 +155,7 @@ def convolve_panels(
         )  # fmt: skip
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _add_rows(source: int, panel_bytes: int, num_rows: int, num_channels: int, target: int, is_added: bool) -> None:
     for channel in range(0, num_channels, 16):
         bits = tail_bits(num_channels, channel)
@@ -168,7 +168,7 @@ def _add_rows(source: int, panel_bytes: int, num_rows: int, num_channels: int, t
         store_where(target + 4 * channel, total, bits)
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def correlate_blocks(
     n: int, source: int, in_sizes: Any, padding: Any, cotangent: int, gate: int, gate_kind: int, out_sizes: Any,
     grid: Any, num_tiles: int, block: int, kept: int, num_sums: int, target: int, ct_bias: int, scratch: int,
@@ -213,7 +213,7 @@ def correlate_blocks(
                 )  # fmt: skip
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def correlate_panels(
     n: int, transformed: int, num_in: int, cotangent: int, gate: int, gate_kind: int, out_sizes: Any, grid: Any,
     num_tiles: int, target: int, ct_bias: int, scratch: int, workspace: int,

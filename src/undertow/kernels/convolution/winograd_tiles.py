@@ -32,13 +32,13 @@ VECTOR_BYTES = 64
 NO_GATE, PACKED_GATE, VALUE_GATE = 0, 1, 2
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _input_4(d0: Any, d1: Any, d2: Any, d3: Any) -> Any:
     # B^T for m = 2
     return d0 - d2, d1 + d2, d2 - d1, d1 - d3
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _input_6(d0: Any, d1: Any, d2: Any, d3: Any, d4: Any, d5: Any) -> Any:
     # B^T for m = 4: 4 d0 - 5 d2 + d4;  (d4 - 4 d2) +- (d3 - 4 d1);  (d4 - d2) +- 2 (d3 - d1);  4 d1 - 5 d3 + d5
     even_one, odd_one = d4 - d2 * 4.0, d3 - d1 * 4.0
@@ -47,13 +47,13 @@ def _input_6(d0: Any, d1: Any, d2: Any, d3: Any, d4: Any, d5: Any) -> Any:
     return first, even_one + odd_one, even_one - odd_one, even_two + odd_two, even_two - odd_two, last
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _output_4(m0: Any, m1: Any, m2: Any, m3: Any) -> Any:
     # A^T for m = 2
     return m0 + m1 + m2, m1 - m2 - m3
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _output_6(m0: Any, m1: Any, m2: Any, m3: Any, m4: Any, m5: Any) -> Any:
     # A^T for m = 4
     sum_one, sum_two, difference_one, difference_two = m1 + m2, m3 + m4, m1 - m2, m3 - m4
@@ -65,13 +65,13 @@ def _output_6(m0: Any, m1: Any, m2: Any, m3: Any, m4: Any, m5: Any) -> Any:
     )
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _cotangent_4(y0: Any, y1: Any) -> Any:
     # A for m = 2
     return y0, y0 + y1, y0 - y1, y1 * -1.0
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _cotangent_6(y0: Any, y1: Any, y2: Any, y3: Any) -> Any:
     # A for m = 4: y0;  (y0 + y2) +- (y1 + y3);  (y0 + 4 y2) +- (2 y1 + 8 y3);  y3
     even_one, odd_one = y0 + y2, y1 + y3
@@ -79,13 +79,13 @@ def _cotangent_6(y0: Any, y1: Any, y2: Any, y3: Any) -> Any:
     return y0, even_one + odd_one, even_one - odd_one, even_two + odd_two, even_two - odd_two, y3
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def tail_bits(num_channels: int, channel: int) -> int:
     """One bit for each of the 16 channels from `channel` that exists."""
     return (1 << min(16, num_channels - channel)) - 1
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def gate_bits(gate: int, gate_kind: int, element: int, bits: int) -> int:
     """Those of `bits` whose elements, from `element` on, the ReLU let through."""
     if gate_kind == PACKED_GATE:
@@ -101,7 +101,7 @@ def gate_bits(gate: int, gate_kind: int, element: int, bits: int) -> int:
     return bits
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _load_pixel(source: int, gate: int, gate_kind: int, element: int, bits: int) -> Any:
     # Without bits nothing is touched, so `element` may lie outside the image.
     if gate_kind != NO_GATE and bits != 0:
@@ -109,13 +109,13 @@ def _load_pixel(source: int, gate: int, gate_kind: int, element: int, bits: int)
     return load_where(source + 4 * element, bits)
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _bits_inside(position: int, size: int) -> int:
     """All bits where the row or column exists, none otherwise."""
     return 0xFFFF if 0 <= position < size else 0
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def transform_input_tile(
     n: int, source: int, gate: int, gate_kind: int, image: int, y: int, x: int, sizes: Any, target: int, f_bytes: int,
     scratch: int,
@@ -151,7 +151,7 @@ def transform_input_tile(
             _second_input_pass(n, scratch + VECTOR_BYTES * n * i, target + n * i * f_bytes + 4 * channel, f_bytes)
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _second_input_pass(n: int, row: int, target: int, f_bytes: int) -> None:
     d0, d1, d2, d3 = load(row), load(row + 64), load(row + 128), load(row + 192)
     if n == 6:
@@ -166,7 +166,7 @@ def _second_input_pass(n: int, row: int, target: int, f_bytes: int) -> None:
     store(target + 3 * f_bytes, t3)
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def transform_cotangent_tile(
     n: int, source: int, gate: int, gate_kind: int, image: int, y: int, x: int, sizes: Any, first: int, last: int,
     target: int, f_bytes: int, panel_bytes: int, scratch: int,
@@ -210,7 +210,7 @@ def transform_cotangent_tile(
             store(to + 3 * f_bytes, t3)
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _store_pixel(target: int, mask: int, has_relu: bool, element: int, bits: int, value: Any) -> None:
     if bits != 0:
         if has_relu:
@@ -221,7 +221,7 @@ def _store_pixel(target: int, mask: int, has_relu: bool, element: int, bits: int
         store_where(target + 4 * element, value, bits)
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def transform_output_tile(
     n: int, products: int, f_bytes: int, bias: int, target: int, mask: int, has_relu: bool, image: int, y: int, x: int,
     sizes: Any, first: int, last: int, scratch: int,

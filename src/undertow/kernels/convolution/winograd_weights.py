@@ -19,14 +19,14 @@ from undertow.kernels.convolution.vectors import load, load_element, store, stor
 SCRATCH_BYTES = 64 * 36
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _weight_4(g0: Any, g1: Any, g2: Any) -> Any:
     # G for m = 2: g0;  (g0 + g2 +- g1) / 2;  g2
     outer, inner = (g0 + g2) * 0.5, g1 * 0.5
     return g0, outer + inner, outer - inner, g2
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _weight_6(g0: Any, g1: Any, g2: Any) -> Any:
     # G for m = 4: g0 / 4;  -(g0 + g2 +- g1) / 6;  (g0 + 4 g2 +- 2 g1) / 24;  g2
     outer_one, inner_one = (g0 + g2) * (-1 / 6), g1 * (-1 / 6)
@@ -34,13 +34,13 @@ def _weight_6(g0: Any, g1: Any, g2: Any) -> Any:
     return g0 * 0.25, outer_one + inner_one, outer_one - inner_one, outer_two + inner_two, outer_two - inner_two, g2
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _weight_4_adjoint(u0: Any, u1: Any, u2: Any, u3: Any) -> Any:
     half = (u1 + u2) * 0.5
     return u0 + half, (u1 - u2) * 0.5, half + u3
 
 
-@numba.njit(forceinline=True)
+@numba.njit(forceinline=True, error_model="numpy")
 def _weight_6_adjoint(u0: Any, u1: Any, u2: Any, u3: Any, u4: Any, u5: Any) -> Any:
     sum_one, sum_two = u1 + u2, u3 + u4
     return (
@@ -50,7 +50,7 @@ def _weight_6_adjoint(u0: Any, u1: Any, u2: Any, u3: Any, u4: Any, u5: Any) -> A
     )
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _transform_lanes(n: int, scratch: int, target: int, f_bytes: int) -> None:
     # scratch: the 9 taps, a vector each; after them the n x 3 intermediate.
     middle = scratch + 64 * 9
@@ -82,7 +82,7 @@ def _transform_lanes(n: int, scratch: int, target: int, f_bytes: int) -> None:
         store(to + 3 * f_bytes, t3)
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def transform_weight_panel(
     n: int, weight: int, num_columns: int, column_bytes: int, num_terms: int, term_bytes: int, is_rotated: bool,
     panel: int, target: int, scratch: int,
@@ -103,7 +103,7 @@ def transform_weight_panel(
             _transform_lanes(n, scratch, target + term * PANEL_BYTES + 64 * half, num_terms * PANEL_BYTES)
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def transform_weight(
     n: int, weight: int, num_columns: int, column_bytes: int, num_terms: int, term_bytes: int, is_rotated: bool,
     target: int, scratch: int,
@@ -117,7 +117,7 @@ def transform_weight(
         )
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def _gather_lanes(n: int, source: int, f_bytes: int, scratch: int) -> None:
     # g = G^T U G; scratch: the 3 x n intermediate from vector 9 on, the 9 taps before it.
     middle = scratch + 64 * 9
@@ -143,7 +143,7 @@ def _gather_lanes(n: int, source: int, f_bytes: int, scratch: int) -> None:
         store(scratch + 64 * (3 * i + 2), g2)
 
 
-@numba.njit
+@numba.njit(error_model="numpy")
 def gather_weight_panel(
     n: int, source: int, f_bytes: int, num_out: int, num_in: int, panel: int, target: int, scratch: int
 ) -> None:
@@ -158,7 +158,7 @@ def gather_weight_panel(
                     store_element(to + 4 * tap, load_element(scratch + 64 * tap + 4 * lane))
 
 
-@numba.njit(parallel=True, cache=True)
+@numba.njit(parallel=True, cache=True, error_model="numpy")
 def gather_weight_cotangent(
     n: int, source: int, num_sums: int, sum_bytes: int, num_out: int, num_in: int, target: int, scratch: int
 ) -> None:
