@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import os
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch.nn.functional import cross_entropy
 import undertow as ut
 from undertow.api.budget_planning import CostSource, Terms, choose_plan, make_budget_planner
 from undertow.api.training import make_step
+from undertow.ir.cost import Cost
 from undertow.ir.structure import tensors_in
 from undertow.models import SMALL
 from undertow.ops.placement import ALIGNMENT
+from undertow.runtime.cost_cache import load_costs, save_costs
 from undertow.runtime.measure import measure_call
 from undertow.runtime.step import Step
 
@@ -202,7 +205,9 @@ def test_the_refusal_says_what_would_fit():
     assert f"({refusal.value.minimum_bytes} bytes)" in message
 
 
-@pytest.mark.parametrize("budget", [0, -5, float("nan"), "8G B", "50%", "", "GiB", True, None.__class__, [1]])
+@pytest.mark.parametrize(
+    "budget", [0, -5, float("nan"), "8G B", "50%", "", "GiB", True, None.__class__, [1], 10**30, "9" * 400]
+)
 def test_budgets_that_make_no_sense(budget):
     with pytest.raises(ut.CallError, match="budget"):
         ut.plan(small(), (torch.randn(8, 64),), budget=budget)
@@ -287,3 +292,31 @@ def test_complex_products_keep_their_bits():
     for item in (network, planned):
         item(x).square().mean().backward()
     assert same_bits(network.weight.grad, planned.weight.grad)
+
+
+@pytest.mark.parametrize("time_limit_s", [-1, float("nan"), "5", None])
+def test_time_limits_that_make_no_sense(time_limit_s):
+    with pytest.raises(ut.CallError, match="time_limit_s"):
+        ut.plan(small(), (torch.randn(8, 64),), budget="1MiB", costs="model", time_limit_s=time_limit_s)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[1, 2]", "null", '{"a": [1]}', '{"a": [-1, 0]}', '{"a": [1, 1e999]}', '{"a": ["1", 0]}', "[" * 100_000]
+    + [f'{{"a": [1{"0" * count}, 0]}}' for count in (30, 5000)],
+)
+def test_a_cost_cache_that_was_not_written_here_is_measured_anew(text, tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    assert load_costs(path) == {}
+
+
+def test_a_cost_cache_that_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "costs.json")
+    assert load_costs(tmp_path / "costs.json") == {}
+
+
+def test_costs_are_read_as_they_were_written(tmp_path):
+    costs = {"mm": Cost(10, 0), "addmm": Cost(7, 4096)}
+    save_costs(tmp_path / "costs.json", costs)
+    assert load_costs(tmp_path / "costs.json") == costs

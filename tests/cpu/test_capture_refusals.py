@@ -209,3 +209,13 @@ def test_a_model_without_parameters():
 def test_second_order_through_an_operation_without_a_rule_is_refused():
     with pytest.raises(ut.MissingRule, match="differentiated again"):
         ut.hessian(lambda x: torch.fft.rfft(x).abs().sum())(torch.randn(4))
+
+
+def test_sparse_gradients_are_refused():
+    x = torch.randint(8, (4, 3))
+    for model in (nn.Embedding(8, 2, sparse=True), nn.EmbeddingBag(8, 2, sparse=True)):
+        with pytest.raises(ut.CaptureError, match=r"test_capture_refusals\.py:\d+.*sparse=False"):
+            ut.plan(model, (x,))
+        ut.plan(model.requires_grad_(False), (x,))
+    with pytest.raises(ut.CaptureError, match="sparse_grad=False"):
+        plan(lambda m, x: torch.gather(m.linear(x), 1, torch.zeros(4, 1, dtype=torch.long), sparse_grad=True))

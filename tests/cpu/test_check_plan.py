@@ -234,6 +234,41 @@ def test_tables_that_do_not_fit(plan):
         check_plan(with_tables(plan, storage={}))
 
 
+def test_bytes_that_the_inputs_show(plan):
+    for held in ({}, {"batch": sum(plan.held.values()) // 2}, {**plan.held, "more": -1}):
+        change = sum(held.values()) - sum(plan.held.values())
+        live_bytes = tuple(size + change for size in plan.live_bytes)
+        with pytest.raises(PlanError, match="held throughout"):
+            check_plan(replace(plan, held=held, live_bytes=live_bytes))
+
+
+@pytest.mark.parametrize("move", [lambda first: first + 32, lambda first: first + 2**40])
+def test_a_place_that_cannot_be(plan, move):
+    offsets = tuple(None if first is None else move(first) for first in plan.tables.offsets)
+    with pytest.raises(PlanError, match="a storage lies at byte"):
+        check_plan(with_tables(plan, offsets=offsets))
+
+
+@pytest.mark.parametrize("lower_bound_ns", [-1, 2**50])
+def test_a_bound_that_is_none(plan, lower_bound_ns):
+    with pytest.raises(PlanError, match="the bound of"):
+        check_plan(replace(plan, lower_bound_ns=lower_bound_ns))
+
+
+def test_other_arguments_of_an_operation_in_place():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    settings = {"loss": lambda out: out.pow(3).mean(), "budget": "1MiB", "costs": "model"}
+    plan = ut.train_step(model, (torch.randn(16, 8),), **settings).plan
+    position = next(i for i, node in enumerate(plan.nodes) if node.name == "pow_.Scalar")
+    node = plan.nodes[position]
+    assert plan.base.nodes[plan.bases[position]].name == "pow.Tensor_Scalar"
+    with pytest.raises(PlanError, match="other arguments"):
+        check_plan(with_node(plan, position, replace(node, args=(node.args[0], 7.0))))
+    other = replace(node, target=torch.ops.aten.mul_.Scalar)
+    with pytest.raises(PlanError, match="another operation"):
+        check_plan(with_node(plan, position, other))
+
+
 def test_an_update_that_does_not_run(plan):
     position = next(i for i, node in enumerate(plan.nodes) if isinstance(node.target, UpdateParameter))
 

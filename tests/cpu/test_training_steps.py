@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import undertow as ut
 from undertow.models import SMALL
+from undertow.runtime.measure import Measurement, measure_call
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
@@ -137,6 +138,41 @@ def test_wrong_calls():
         ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, optimizer=optimizer, accumulate=0)
     with pytest.raises(ut.CallError, match="clip_norm"):
         ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, optimizer=optimizer, clip_norm=-1)
+    with pytest.raises(ut.CallError, match="clip_norm"):
+        ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, optimizer=optimizer, clip_norm="1")
+    with pytest.raises(ut.CallError, match="loss must be a function"):
+        ut.train_step(model, (x,), targets=(y,), loss="cross_entropy", optimizer=optimizer)
+    with pytest.raises(ut.CallError, match="targets must be a tuple"):
+        ut.tradeoff(model, (x,), targets=y, loss=cross_entropy)
+    with pytest.raises(ut.CallError, match="make_batch must be a function"):
+        ut.largest_batch(model, 5, budget="1MiB", loss=cross_entropy)
+    with pytest.raises(ut.CallError, match=r"make_batch must return \(args, targets\).*Tensor"):
+        ut.largest_batch(model, lambda count: torch.randn(count, 4), budget="1MiB", loss=cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "reason"), [(torch.optim.LBFGS, "closure"), (torch.optim.SparseAdam, "sparse gradients")]
+)
+def test_optimizers_that_cannot_step(make_optimizer, reason):
+    model = nn.Linear(4, 3)
+    with pytest.raises(ut.CallError, match=reason):
+        ut.train_step(model, (torch.randn(2, 4),), loss=torch.sum, optimizer=make_optimizer(model.parameters()))
+
+
+def test_the_refusal_of_a_step_without_an_optimizer_asks_for_one():
+    with pytest.raises(ut.InfeasibleBudget, match=r"with an optimizer \(SGD, Adam, AdamW\) and neither clip_norm"):
+        ut.train_step(nn.Linear(64, 64), (torch.randn(2, 64),), loss=torch.sum, budget=1, costs="model")
+
+
+def test_a_refused_call_leaves_the_plan_as_it_was():
+    model, x = nn.Linear(16, 4), torch.randn(8, 16)
+    step = ut.train_step(model, (x,), loss=torch.sum, budget="64KiB", costs="model")
+    before = step.plan
+    with pytest.raises(ut.InfeasibleBudget):
+        step(torch.randn(8192, 16))
+    assert step.plan is before
+    step(x)
+    assert step.plan is before
 
 
 def test_the_curve_and_the_largest_batch():
@@ -245,3 +281,47 @@ def test_what_the_optimizer_is_told_needs_an_optimizer():
     model, x, y = make()
     with pytest.raises(ut.CallError, match="give optimizer="):
         ut.train_step(model, x, targets=y, loss=cross_entropy, clip_norm=1.0)
+
+
+def test_a_part_of_a_data_set_is_measured_as_it_is_planned():
+    data, model = torch.randn(4096, 64), nn.Linear(64, 8)
+    step = ut.train_step(model, (data[:32],), loss=torch.sum, costs="model")
+    assert ut.measure(step, data[:32]).peak_bytes == ut.measure(step, data[:32].clone()).peak_bytes < data.nbytes // 8
+
+
+def test_the_largest_part_of_a_data_set_with_batch_normalisation():
+    data, model = torch.randn(4096, 64), nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8))
+    asked = []
+
+    def make_batch(count):
+        asked.append(count)
+        return (data[:count],), ()
+
+    found = ut.largest_batch(model, make_batch, budget="96KiB", loss=torch.sum, costs="model")
+    assert found.measured.peak_bytes <= 96 * 2**10 and found.batch > 100
+    assert len(asked) < 24 and 1 not in asked
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(ut.InfeasibleBudget):  # of two examples: one cannot be normalised
+        ut.largest_batch(model, make_batch, budget="1KiB", loss=torch.sum, costs="model")
+
+
+def test_more_than_was_predicted_is_halved_away(monkeypatch):
+    measured = []
+
+    def measure(step, x):
+        measured.append(len(x))
+        return Measurement(len(x) * 500, 0.0)
+
+    monkeypatch.setattr("undertow.api.tradeoffs.measure", measure)
+    model = nn.Linear(64, 8)
+    found = ut.largest_batch(model, lambda n: ((torch.randn(n, 64),), ()), budget=16_000, loss=torch.sum, costs="model")
+    assert found.batch == 32 and len(measured) < 9
+
+
+def test_a_lost_profile_is_no_measurement():
+    def call():
+        with torch.profiler.profile():  # ends the one around it
+            torch.randn(100, 100)
+
+    with pytest.raises(ut.UndertowError, match="lost its record"):
+        measure_call(call, [])

@@ -9,6 +9,7 @@ import pytest
 
 from undertow.planner.graph_file import graph_instance, read_graph
 from undertow.planner.instance import replay
+from undertow.planner.solve import solve_graph
 
 COSTS = {
     "nodes": [{"name": name, "out_cost": 10 * (name + 1), "duration": name} for name in range(3)],
@@ -82,3 +83,21 @@ def test_a_file_that_is_not_json_is_refused(text, tmp_path):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="not a file"):
         read_graph(tmp_path / "none.json")
+
+
+def test_a_number_of_thousands_of_digits_names_its_node(tmp_path):
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(COSTS).replace('"out_cost": 20', f'"out_cost": {"9" * 5000}'))
+    with pytest.raises(ValueError, match="node 1 needs a whole number `out_cost`"):
+        read_graph(path)
+
+
+@pytest.mark.parametrize("share", [1.0, 1e308])
+def test_a_graph_that_takes_no_time_and_no_memory(share):
+    document = _with(lambda d: [node.update(out_cost=0, duration=0) for node in d["nodes"]])
+    solved = solve_graph(graph_instance(document), share, is_fixed_order=False)
+    assert (solved.outcome, solved.extra_time_percent, solved.gap_percent) == ("optimal", 0, 0)
+
+
+def test_a_budget_beyond_every_value_is_no_limit():
+    assert solve_graph(graph_instance(COSTS), 1e308, is_fixed_order=True).outcome == "optimal"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from exhaustive_schedules import frontier
@@ -95,3 +98,8 @@ def test_minimum_peak_lies_between_the_bound_and_the_base(is_fixed_order):
     smallest = minimum_peak(instance, instance.order, bound.amount - 1, is_fixed_order=is_fixed_order, num_moves=20_000)
     assert bound.amount <= smallest.peak_bytes < 0.3 * replay(instance, instance.order).peak_bytes
     assert search(instance, bound.amount - 1, is_fixed_order=is_fixed_order, num_moves=5000) is None
+
+
+def test_importing_the_planner_changes_no_warning_filter():
+    code = "import warnings, numpy, numba; before = list(warnings.filters); import undertow.planner.bounds; "
+    subprocess.run([sys.executable, "-c", f"{code}assert warnings.filters == before"], check=True)

@@ -17,7 +17,7 @@ from undertow.ops.alternatives import find_alternatives
 from undertow.ops.interpret import generators_of
 from undertow.ops.opaque import CustomFunction
 from undertow.ops.own import GENERATOR_STATE, GUARDS
-from undertow.ops.updates import StepAfterwards
+from undertow.ops.updates import SEPARABLE_OPTIMIZERS, StepAfterwards
 from undertow.planner.plan import Planner, make_planner
 from undertow.report.optimizer_state import count_optimizer_state
 from undertow.report.peak import find_peak
@@ -179,7 +179,11 @@ def _refusal(budget_bytes: int, least: Plan, lower_bound_bytes: int) -> Infeasib
     ]
     if gradients:
         rest = format_bytes(least.peak_bytes - gradients)
-        ways.append(f"ut.train_step, which updates inside the backward pass: about {rest}")
+        names = ", ".join(kind.__name__ for kind in SEPARABLE_OPTIMIZERS)
+        ways.append(
+            f"ut.train_step with an optimizer ({names}) and neither clip_norm nor accumulate, which updates inside the "
+            f"backward pass: about {rest}"
+        )
     ways.append(f"model.bfloat16(): about {format_bytes(least.peak_bytes // 2)}")
     if state:
         ways.append(f"an optimizer without state: {format_bytes(least.peak_bytes - state)}")

@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 from undertow.errors import CallError
+from undertow.planner.instance import MAXIMUM_TOTAL
 
 UNITS = {
     "B": 1,
@@ -25,7 +26,10 @@ UNITS = {
 
 def parse_budget(budget: Any) -> int:
     """Bytes; raises CallError that says how a budget is written. More than the machine has is a warning."""
-    num_bytes = _parse(budget)
+    amount = _parse(budget)
+    if amount > MAXIMUM_TOTAL:
+        raise CallError("budget must be at most 2**59 bytes; for a step without a limit leave it out")
+    num_bytes = int(amount)
     if num_bytes <= 0:
         raise CallError(f"budget must be more than 0 bytes, got {budget!r}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -36,7 +40,7 @@ def parse_budget(budget: Any) -> int:
     return num_bytes
 
 
-def _parse(budget: Any) -> int:
+def _parse(budget: Any) -> int | float:
     if isinstance(budget, bool) or not isinstance(budget, int | float | str):
         raise CallError(f'budget must be bytes as an int, or text such as "6GiB", got {type(budget).__name__}')
     if isinstance(budget, float):
@@ -58,4 +62,4 @@ def _parse(budget: Any) -> int:
             f'budget {budget!r} is not understood; write a number and a unit, such as "6GiB" (2**30), "6GB" (10**9), '
             f'"500MiB", or an int of bytes'
         )
-    return int(float(match[1]) * UNITS[unit])
+    return float(match[1]) * UNITS[unit]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -53,3 +54,39 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise CallError("optimizer holds no parameter of the model: make it from model.parameters()")
+
+
+def check_training(model: torch.nn.Module, optimizer: Any, loss: Any, targets: Any) -> None:
+    """Raise CallError unless a step can be made of them: `loss` a function or None, `targets` a tuple."""
+    check_optimizer(model, optimizer)
+    if loss is not None and not callable(loss):
+        raise CallError(f"loss must be a function of the model's output and the targets, got {type(loss).__name__}")
+    if not isinstance(targets, tuple):
+        raise CallError(f"targets must be a tuple, got {type(targets).__name__}: write (y,)")
+    if optimizer is None:
+        return
+    name = type(optimizer).__name__
+    required = [item for item in inspect.signature(optimizer.step).parameters.values() if item.default is item.empty]
+    if any(item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY) for item in required):
+        raise CallError(
+            f"optimizer {name} asks for a closure that runs the model again, and a planned step runs it once; "
+            f"use another optimizer, or ut.plan(model, ...) in a loop of your own"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise CallError(f"optimizer {name} takes sparse gradients only, and a planned step makes dense ones; use Adam")
+
+
+def check_time_limit(time_limit_s: Any) -> None:
+    """Raise CallError unless `time_limit_s` is a number of seconds."""
+    if not _is_number(time_limit_s) or not time_limit_s >= 0:
+        raise CallError(f"time_limit_s must be a number of seconds of at least 0, got {time_limit_s!r}")
+
+
+def check_clip_norm(clip_norm: Any) -> None:
+    """Raise CallError unless `clip_norm` is None or a norm to clip to."""
+    if clip_norm is not None and (not _is_number(clip_norm) or not clip_norm > 0):
+        raise CallError(f"clip_norm must be a number of more than 0, got {clip_norm!r}")
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, int | float) and not isinstance(item, bool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from undertow.api.calls import check_time_limit
 from undertow.errors import CallError
 from undertow.planner.graph_file import read_graph
 from undertow.planner.solve import SolvedGraph, solve_graph
@@ -16,6 +17,7 @@ def solve(path: str | Path, peak: float, *, order: str = "free", time_limit_s: f
         raise CallError(f'order must be "fixed" or "free", got {order!r}')
     if not (math.isfinite(peak) and peak > 0):
         raise CallError(f"peak must be a share of the base peak, such as 0.8, got {peak!r}")
+    check_time_limit(time_limit_s)
     try:
         instance = read_graph(path)
     except ValueError as error:

@@ -25,7 +25,7 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
         step.drop_gradients()
         seconds = _time(lambda: step(*args, **kwargs))
         step.drop_gradients()
-        measured = measure_call(lambda: step(*args, **kwargs), [*step.persistent_tensors(), *given])
+        measured = measure_call(lambda: step(*args, **kwargs), step.persistent_tensors(), given)
         return replace(measured, step_s=seconds)
     if not isinstance(step, torch.nn.Module):
         raise CallError(f"step must be a train_step or a module, got {type(step).__name__}")
@@ -36,7 +36,7 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     step.zero_grad(set_to_none=True)
     seconds = _time(call)
     step.zero_grad(set_to_none=True)
-    return replace(measure_call(call, [*step.parameters(), *step.buffers(), *given]), step_s=seconds)
+    return replace(measure_call(call, [*step.parameters(), *step.buffers()], given), step_s=seconds)
 
 
 def _sum_of(outputs: Any) -> torch.Tensor:

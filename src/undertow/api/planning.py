@@ -25,7 +25,7 @@ from undertow.api.budget_planning import (
     plan_for_budget,
 )
 from undertow.api.budgets import parse_budget
-from undertow.api.calls import check_call, check_optimizer
+from undertow.api.calls import check_call, check_optimizer, check_time_limit
 from undertow.autodiff.backward import differentiate
 from undertow.capture.capture import capture
 from undertow.capture.origins import place_of
@@ -62,12 +62,13 @@ def plan(
     """
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
+    check_time_limit(time_limit_s)
     budget_bytes = None if budget is None else parse_budget(budget)
     terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s, parse_numerics(numerics))
     if hasattr(model, "undertow_runner"):
         raise CallError("model is already planned; plan the module it was made from")
     planned = make_planned(model, RunnerMaker(strict, terms))
-    planned.undertow_runner.variant_for(args, kwargs or {}).step()
+    planned.undertow_runner.prepare(args, kwargs or {})
     return planned
 
 

@@ -17,7 +17,7 @@ from undertow.api.budget_planning import (
     parse_costs,
 )
 from undertow.api.budgets import parse_budget
-from undertow.api.calls import check_call, check_optimizer
+from undertow.api.calls import check_call, check_optimizer, check_time_limit
 from undertow.api.measuring import measure
 from undertow.api.planning import RunnerMaker, derive
 from undertow.capture.capture import capture
@@ -81,6 +81,7 @@ def report_plan(
     """Plan a step, and with measured costs run it once; raises InfeasibleBudget."""
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
+    check_time_limit(time_limit_s)
     terms = Terms(None if budget is None else parse_budget(budget), optimizer, parse_costs(costs), time_limit_s)
     with torch.enable_grad():
         captured = capture(model.forward, args, kwargs or {}, model)

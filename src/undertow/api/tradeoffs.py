@@ -11,7 +11,7 @@ import torch
 
 from undertow.api.budget_planning import Terms, parse_costs
 from undertow.api.budgets import parse_budget
-from undertow.api.calls import check_call, check_optimizer
+from undertow.api.calls import check_call, check_time_limit, check_training
 from undertow.api.measuring import measure
 from undertow.api.training import Loss, TrainStep, make_step
 from undertow.errors import CallError, InfeasibleBudget
@@ -68,12 +68,15 @@ def tradeoff(
 ) -> Tradeoff:
     """The fastest step at every peak memory, in one solve; nothing of the model is changed."""
     check_call(model, args, kwargs)
-    check_optimizer(model, optimizer)
+    check_training(model, optimizer, loss, targets)
+    check_time_limit(time_limit_s)
     terms = Terms(None, optimizer, parse_costs(costs), time_limit_s)
     step = make_step(model, len(args), loss, optimizer, terms)
     curve = step.find_curve((*args, *targets), kwargs or {})
     fastest = curve.points[-1].time
-    points = tuple(Point(item.peak_bytes, item.time / 1e3, item.time / fastest - 1) for item in curve.points)
+    points = tuple(
+        Point(item.peak_bytes, item.time / 1e3, (item.time - fastest) / max(fastest, 1)) for item in curve.points
+    )
     return Tradeoff(points, curve.lower_bound_peak_bytes)
 
 
@@ -100,50 +103,84 @@ def largest_batch(
 ) -> LargestBatch:
     """The largest n for which a step on `make_batch(n)`, which returns (args, targets), fits the budget.
 
-    Computed by planning, then confirmed by running the step once: with an optimizer, that updates the parameters.
+    Computed by planning, then confirmed by running the step: with an optimizer, that updates the parameters; without
+    one, their gradients are dropped. Where a step takes more than was predicted, fewer examples are run.
     """
-    check_optimizer(model, optimizer)
-    terms = Terms(parse_budget(budget), optimizer, parse_costs(costs))
+    if not callable(make_batch):
+        raise CallError(f"make_batch must be a function of the number of examples, got {type(make_batch).__name__}")
+    budget_bytes = parse_budget(budget)
+    terms = Terms(budget_bytes, optimizer, parse_costs(costs))
+    ran: dict[int, LargestBatch] = {}
 
-    def try_batch(batch: int) -> TrainStep | InfeasibleBudget:
-        args, targets = make_batch(batch)
+    def prepare(batch: int) -> tuple[TrainStep, tuple[Any, ...]]:
+        args, targets = _check_batch(make_batch(batch))
         check_call(model, args, None)
+        check_training(model, optimizer, loss, targets)
         step = make_step(model, len(args), loss, optimizer, terms)
+        step.prepare((*args, *targets), {})
+        return step, (*args, *targets)
+
+    def can_run(batch: int) -> bool:
+        step, arguments = prepare(batch)
+        ran[batch] = LargestBatch(batch, step, measure(step, *arguments))
+        step.drop_gradients()
+        return ran[batch].measured.peak_bytes <= budget_bytes
+
+    best = _find_most(prepare)
+    if not can_run(best):
+        best = _halve(can_run, 0, best)
+        if best == 0:
+            raise CallError(
+                f"one example fits by the plan, and took {ran[1].measured.peak_bytes} bytes when it was run, more "
+                f"than the budget of {budget_bytes} bytes"
+            )
+    return ran[best]
+
+
+def _check_batch(made: Any) -> tuple[Any, Any]:
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise CallError(
+            f"make_batch must return (args, targets), two tuples such as ((x,), (y,)), got {type(made).__name__}"
+        )
+    return made[0], made[1]
+
+
+def _find_most(prepare: Callable[[int], Any]) -> int:
+    """Doubling to an upper end, then halving the interval; memory grows with the batch.
+
+    From two examples on: batch normalisation cannot train on one. One is tried when two do not fit.
+    """
+
+    def fits(batch: int) -> bool:
         try:
-            step.prepare((*args, *targets), {})
-        except InfeasibleBudget as refusal:
-            return refusal
-        return step
+            prepare(batch)
+        except InfeasibleBudget:
+            return False
+        return True
 
-    best = _search_batch(try_batch)
-    while True:
-        step = try_batch(best)
-        assert isinstance(step, TrainStep)
-        args, targets = make_batch(best)
-        measured = measure(step, *args, *targets)
-        if measured.peak_bytes <= (terms.budget_bytes or 0):
-            return LargestBatch(best, step, measured)
-        best -= 1
-        if best < 1:
-            raise CallError("not even one example fits when it is run")
-
-
-def _search_batch(try_batch: Callable[[int], TrainStep | InfeasibleBudget]) -> int:
-    """Doubling to an upper end, then halving the interval; memory grows with the batch."""
-    first = try_batch(1)
-    if isinstance(first, InfeasibleBudget):
-        raise first
-    low, high = 1, 2
-    while not isinstance(try_batch(high), InfeasibleBudget):
+    try:
+        prepare(2)
+    except InfeasibleBudget as refusal:
+        try:
+            prepare(1)
+        except InfeasibleBudget:
+            raise
+        except Exception as error:  # the model's own: it runs with two examples and not with one
+            raise refusal from error
+        return 1
+    low, high = 2, 4
+    while fits(high):
         low, high = high, high * 2
         if high > MAX_BATCH:
             raise CallError(
                 f"a batch of {low} fits and memory does not seem to grow with it; is make_batch(n) using n?"
             )
+    return _halve(fits, low, high)
+
+
+def _halve(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The most that fit, where `low` do and `high` do not."""
     while high - low > 1:
         middle = (low + high) // 2
-        if isinstance(try_batch(middle), InfeasibleBudget):
-            high = middle
-        else:
-            low = middle
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low

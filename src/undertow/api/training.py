@@ -27,7 +27,7 @@ from undertow.api.budget_planning import (
     plan_for_budget,
 )
 from undertow.api.budgets import parse_budget
-from undertow.api.calls import check_call, check_optimizer
+from undertow.api.calls import check_call, check_clip_norm, check_time_limit, check_training
 from undertow.api.planning import derive
 from undertow.autodiff.training import add_updates
 from undertow.capture.capture import capture
@@ -66,13 +66,11 @@ def train_step(
     clips all gradients to that norm; `accumulate` updates at every so many calls, with the sum of their gradients.
     """
     check_call(model, args, kwargs)
-    check_optimizer(model, optimizer)
-    if not isinstance(targets, tuple):
-        raise CallError(f"targets must be a tuple, got {type(targets).__name__}: write (y,)")
+    check_training(model, optimizer, loss, targets)
+    check_clip_norm(clip_norm)
+    check_time_limit(time_limit_s)
     if not isinstance(accumulate, int) or accumulate < 1:
         raise CallError(f"accumulate must be a whole number of at least 1, got {accumulate!r}")
-    if clip_norm is not None and not clip_norm > 0:
-        raise CallError(f"clip_norm must be more than 0, got {clip_norm!r}")
     if optimizer is None and (clip_norm is not None or accumulate > 1):
         raise CallError("clip_norm and accumulate say how the optimizer steps; give optimizer= as well")
     budget_bytes = None if budget is None else parse_budget(budget)
@@ -135,13 +133,13 @@ class TrainStep:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the step that was last captured or run."""
+        """The plan of the step that was last prepared or run; a call that was refused leaves it as it was."""
         return self._runner.plan
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture and plan the step for such arguments; runs nothing."""
         with torch.enable_grad():
-            self._runner.variant_for(args, kwargs).step()
+            self._runner.prepare(args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._check_untouched()

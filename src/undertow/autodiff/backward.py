@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from undertow.errors import MissingRule
+from undertow.errors import CaptureError, MissingRule
 from undertow.ir import (
     Gradient,
     Input,
@@ -151,6 +151,8 @@ class _Backward(Recorder):
         if all(ct is None for ct in cts) or not any(value in self.active for value in node.inputs):
             return
         self.node = node
+        if not self.is_composed:  # the formulations for a second derivative are dense
+            _refuse_sparse_gradient(node)
         for argument, ct in self._pull_back(node, cts):
             self._spread(argument, ct)
         for value in node.outputs:
@@ -301,6 +303,16 @@ def _sum_to_shape(ct: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     dims += [dim for dim in range(leading, ct.dim()) if shape[dim - leading] == 1 and ct.shape[dim] != 1]
     ct = aten.sum.dim_IntList(ct, dims, True) if dims else ct
     return aten.view.default(ct, list(shape)) if leading else ct
+
+
+def _refuse_sparse_gradient(node: Node) -> None:
+    bound = bind_arguments(node.target, node.args, node.kwargs) if isinstance(node.target, OpOverload) else {}
+    for name in ("sparse", "sparse_grad"):  # of embeddings, of gather
+        if bound.get(name):
+            raise CaptureError(
+                f"{node.name} ({node.origin}) makes a sparse gradient, and only dense strided tensors can be planned; "
+                f"make it with {name}=False"
+            )
 
 
 def _is_complex(node: Node) -> bool:

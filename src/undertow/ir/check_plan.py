@@ -6,7 +6,8 @@ that was freed or overwritten, repeats random operations under the state they ha
 it says it holds, within its budget and without overlap.
 
 Not checked: that an operation of Undertow's own (an encoding and its reader) computes what it promises; the tests of
-`ops` do that. Here the code must come from the very value that it replaces.
+`ops` do that. Here the code must come from the very value that it replaces. Nor what was measured or counted elsewhere:
+times, workspace, the optimizer's state; inputs may lie in each other's memory, so of each kind the largest counts.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 
 from undertow.errors import PlanError
 from undertow.ir.plan import Plan
-from undertow.ir.program import Node, Value, values_in
+from undertow.ir.program import InputKind, Node, Value, values_in
 from undertow.ir.types import OpaqueType
+
+ALIGNMENT = 64  # bytes: where PyTorch's allocators begin a tensor at the latest, and kernels expect it
 
 
 def check_plan(plan: Plan) -> Plan:
@@ -50,6 +53,34 @@ def _check_tables(plan: Plan) -> None:
             raise PlanError(f"{value} has {value.type.num_bytes} bytes, its storage {tables.storage_bytes[storage]}")
     if min((*tables.workspace_bytes, *tables.duration_ns, *tables.storage_bytes), default=0) < 0:
         raise PlanError("a size or a time is negative")
+    if not 0 <= plan.lower_bound_ns <= sum(tables.duration_ns):
+        raise PlanError(
+            f"the bound of {plan.lower_bound_ns} ns is not between 0 and the step's {sum(tables.duration_ns)}"
+        )
+    _check_held(plan)
+    _check_offsets(plan)
+
+
+def _check_held(plan: Plan) -> None:
+    largest: dict[InputKind, int] = {}
+    for item in plan.program.inputs:
+        largest[item.kind] = max(largest.get(item.kind, 0), item.value.type.num_bytes)
+    held_bytes, least_bytes = sum(plan.held.values()), sum(largest.values())
+    if min(plan.held.values(), default=0) < 0 or held_bytes < least_bytes:
+        raise PlanError(f"{held_bytes} bytes are held throughout, and the inputs take at least {least_bytes}")
+
+
+def _check_offsets(plan: Plan) -> None:
+    """Each on a boundary, and none further out than all of them laid end to end."""
+    places = [
+        (first, size)
+        for first, size in zip(plan.tables.offsets, plan.tables.storage_bytes, strict=True)
+        if first is not None
+    ]
+    end = sum(-(-size // ALIGNMENT) * ALIGNMENT for _, size in places)
+    for first, size in places:
+        if first % ALIGNMENT or first + size > end:
+            raise PlanError(f"a storage lies at byte {first} of {end}: not on a boundary of {ALIGNMENT}, or outside")
 
 
 class _Replay:
@@ -262,6 +293,8 @@ class _Comparison:
 
     def _check_code(self, name: str, node: Node, base: Node) -> None:
         """An encoding reads a value that the base makes or reads; a reader or decoder reads a code of such a value."""
+        if hasattr(node.target, "_schema"):
+            raise PlanError(f"{name} stands for {base.name}, which is another operation")
         wanted = {*base.inputs, *(value for value in base.outputs if value is not None)}
         for value in node.inputs:
             if self.original(value) in wanted:
@@ -320,8 +353,22 @@ def _same_target(left: Any, right: Any) -> bool:
     """The same operation; writing over an argument instead of beside it computes the same."""
     if left is right or left == right:
         return True
+    if _is_in_place(left, right):
+        return True
     names = (str(left), str(right).replace(".functional", ""))
     return names[0].replace("_.", ".", 1) == names[1] or names[0].removeprefix("aten.") == names[1]
+
+
+def _is_in_place(left: Any, right: Any) -> bool:
+    """Whether `left` writes what `right` computes over its first argument; overloads of the two may differ in name."""
+    if not (hasattr(left, "_schema") and hasattr(right, "_schema")):
+        return False
+    names, arguments = zip(*map(_name_and_arguments, (left, right)), strict=True)
+    return names[0] == names[1] + "_" and arguments[0] == arguments[1]
+
+
+def _name_and_arguments(target: Any) -> tuple[str, list[tuple[str, str]]]:
+    return target._schema.name, [(argument.name, str(argument.type)) for argument in target._schema.arguments]
 
 
 def _is_random(node: Node) -> bool:

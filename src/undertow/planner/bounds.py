@@ -26,14 +26,17 @@ Does not: use that a destroyed value is gone, or bytes between two moments.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
 
 from undertow.planner.instance import Instance, replay
+
+with warnings.catch_warnings():  # SciPy adds filters of its own when it is imported; the user's stay as they are
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
 
 # Relaxations with one moment, then more: each costs several times the one before, so the next is tried only while the
 # last one said more than "every required kind runs once" and kinds and values times moments stay below the limit.

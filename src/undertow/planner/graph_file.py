@@ -19,6 +19,7 @@ from undertow.planner.instance import MAXIMUM_TOTAL, Instance, make_instance
 MAXIMUM_FILE_BYTES = 256 * 2**20
 MAXIMUM_NODES = 200_000
 MAXIMUM_LINKS = 4_000_000
+MAXIMUM_DIGITS = 30  # more than any amount that is accepted has
 COST_KEYS = (("out_cost", "duration"), ("cost_ram", "cost_cpu"))
 LINK_KEYS = (("0", "1"), ("source", "target"))
 
@@ -31,10 +32,15 @@ def read_graph(path: str | Path) -> Instance:
     if path.stat().st_size > MAXIMUM_FILE_BYTES:
         raise ValueError(f"graph file: {path} has {path.stat().st_size} bytes, at most {MAXIMUM_FILE_BYTES} are read")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"), parse_int=_parse_int)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"graph file: {path} is not JSON: {error}") from error
     return graph_instance(document)
+
+
+def _parse_int(digits: str) -> int | float:
+    """Python refuses to read thousands of digits; as a float such a number reaches the check that names its node."""
+    return int(digits) if len(digits) < MAXIMUM_DIGITS else float(digits)
 
 
 def graph_instance(document: Any) -> Instance:

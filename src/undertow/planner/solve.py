@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from undertow.planner.bounds import lower_bound_peak, lower_bound_time
-from undertow.planner.instance import Instance, replay
+from undertow.planner.instance import MAXIMUM_TOTAL, Instance, replay
 from undertow.planner.search import Solution, search
 
 NUM_THREADS = 2
@@ -59,7 +59,8 @@ def solve_graph(
     """The fastest schedule found within `budget_ratio` of the base order's peak."""
     start_s = time.perf_counter()
     base = replay(instance, instance.order)
-    budget_bytes = int(base.peak_bytes * budget_ratio)
+    # More than all values together is no limit.
+    budget_bytes = int(min(base.peak_bytes * budget_ratio, MAXIMUM_TOTAL))
     least = lower_bound_peak(instance, is_fixed_order).amount
     bound, found = base.time, None
     if least <= budget_bytes:
@@ -75,15 +76,20 @@ def solve_graph(
     return SolvedGraph(
         order="fixed" if is_fixed_order else "free",
         budget_ratio=budget_ratio,
-        extra_time_percent=None if found is None else 100 * (found.time / base.time - 1),
-        peak_ratio=None if found is None else found.peak_bytes / base.peak_bytes,
-        lower_bound_percent=100 * (bound / base.time - 1),
-        gap_percent=None if found is None else 100 * (found.time / bound - 1),
-        lower_bound_peak_ratio=least / base.peak_bytes,
+        extra_time_percent=None if found is None else _percent_over(found.time, base.time),
+        peak_ratio=None if found is None else found.peak_bytes / max(base.peak_bytes, 1),
+        lower_bound_percent=_percent_over(bound, base.time),
+        gap_percent=None if found is None else _percent_over(found.time, bound),
+        lower_bound_peak_ratio=least / max(base.peak_bytes, 1),
         seconds=seconds,
         num_nodes=instance.num_kinds,
         outcome=outcome,
     )
+
+
+def _percent_over(amount: int, base: int) -> float:
+    """How much more than `base`; 0 % where both are 0, as in a graph whose nodes take no time."""
+    return 100 * (amount - base) / max(base, 1)
 
 
 def _search(

@@ -18,6 +18,8 @@ import torch
 from undertow.ir.cost import Cost
 
 MAX_FILE_BYTES = 64 << 20  # a file from elsewhere is not read without end
+# An hour in nanoseconds, 4 TiB: more was not measured here. The planner adds up such numbers in 64 bits.
+MAX_AMOUNT = 1 << 42
 
 
 def cache_path(device: torch.device) -> Path:
@@ -37,14 +39,20 @@ def _processor() -> str:
 
 
 def load_costs(path: Path) -> dict[str, Cost]:
-    """The costs in a file; none if there is no such file, or nothing sensible in it."""
+    """The costs in a file; none if there is no such file, or anything in it that was not written here."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
             return {}
         data = json.loads(path.read_text())
-        return {str(key): Cost(int(duration), int(workspace)) for key, (duration, workspace) in data.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        if not all(_is_amount(amount) for pair in data.values() for amount in pair):
+            return {}
+        return {key: Cost(duration, workspace) for key, (duration, workspace) in data.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
+
+
+def _is_amount(amount: object) -> bool:
+    return type(amount) is int and 0 <= amount <= MAX_AMOUNT
 
 
 def save_costs(path: Path, costs: dict[str, Cost]) -> None:

@@ -9,9 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+
+from undertow.errors import UndertowError
+from undertow.ir import TensorType
+
+# Two allocations of odd sizes stand at the call's begin and end among the profiler's memory events.
+BEGIN_BYTES, END_BYTES = 12_343, 12_341
 
 
 @dataclass(frozen=True)
@@ -22,10 +29,21 @@ class Measurement:
     step_s: float
 
 
-def measure_call(call: Callable[[], Any], persistent: Iterable[torch.Tensor]) -> Measurement:
-    """Run `call` once under the profiler; `persistent` are the tensors alive before it (each storage counts once)."""
+def measure_call(
+    call: Callable[[], Any], persistent: Iterable[torch.Tensor], arguments: Iterable[torch.Tensor] = ()
+) -> Measurement:
+    """Run `call` once under the profiler; `persistent` are the tensors alive before it (each storage counts once).
+
+    `arguments` are alive as well, and count as a plan counts them: the part of a storage that they are, since the rest
+    of a data set is not the step's.
+    """
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in persistent}
-    alive = sum(storages.values())
+    given = {
+        tensor.data_ptr(): TensorType.of(tensor).num_bytes
+        for tensor in arguments
+        if tensor.untyped_storage().data_ptr() not in storages
+    }
+    alive = sum(storages.values()) + sum(given.values())
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -34,13 +52,25 @@ def measure_call(call: Callable[[], Any], persistent: Iterable[torch.Tensor]) ->
         torch.cuda.synchronize()
         return Measurement(torch.cuda.max_memory_allocated(), time.perf_counter() - start)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        begin = torch.empty(BEGIN_BYTES, dtype=torch.uint8)
         start = time.perf_counter()
         call()
         elapsed = time.perf_counter() - start
-    results = profiler.profiler.kineto_results
-    events = [event for event in results.events() if event.name() == "[memory]"]
-    peak = current = alive
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        current += event.nbytes()
-        peak = max(peak, current)
-    return Measurement(peak, elapsed)
+        end = torch.empty(END_BYTES, dtype=torch.uint8)
+    del begin, end
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    sizes = _between_marks([event.nbytes() for event in events])
+    return Measurement(alive + max(accumulate(sizes)), elapsed)
+
+
+def _between_marks(sizes: list[int]) -> list[int]:
+    """The events of the call; raises where the profiler lost them, since what is left would give a wrong peak."""
+    if BEGIN_BYTES not in sizes or END_BYTES not in sizes[sizes.index(BEGIN_BYTES) :]:
+        raise UndertowError(
+            "the peak could not be measured: PyTorch's profiler lost its record of the step, as it does when another "
+            "one starts meanwhile (a step that is planned anew starts one, to measure its costs); measure again"
+        )
+    first = sizes.index(BEGIN_BYTES)
+    last = len(sizes) - 1 - sizes[::-1].index(END_BYTES)
+    return [0, *sizes[first + 1 : last]]

@@ -100,9 +100,15 @@ class Runner:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the step that was last captured or run."""
+        """The plan of the step that was last prepared or run; a call that was refused leaves it as it was."""
         assert self._last is not None
         return self._last.step().plan
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Capture and plan the step for such a call; runs nothing."""
+        variant = self.variant_for(args, kwargs)
+        variant.step()
+        self._last = variant
 
     def variant_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The variant that was last used for such a call; captured now if there is none."""
@@ -172,9 +178,8 @@ class Runner:
             )
         self._refuse_ever_new_states(captured)
         self._assigned.update((id(item.owner), item.name) for item in captured.assignments)
-        self._last = Variant(captured, self._make_plan, self._expect(captured))
-        variants.append(self._last)
-        return self._last
+        variants.append(Variant(captured, self._make_plan, self._expect(captured)))
+        return variants[-1]
 
     def _refuse_ever_new_states(self, captured: Any) -> None:
         """A model that counts its own calls would be captured anew at every one of them."""

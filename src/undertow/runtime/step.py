@@ -99,8 +99,8 @@ class Run:
         self.done.append(pattern)
         step = self.step
         if pattern != step.pattern:
-            self.remember(pattern)
             step = self.step_for(pattern)
+            self.remember(pattern)
         self._hide_hooks(step)
         slots = self.slots if step is self.step and self.slots is not None else self._replay(step)
         slots[: step.code.num_cotangents] = [ct for ct in cts if ct is not None]
