@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from undertow.kernels.batch_norm import batch_norm_backward, batch_norm_evaluate, batch_norm_forward, rows_of
+from undertow.kernels.max_pool import max_pool_backward, max_pool_forward
+from undertow.kernels.optimizers import adam_step, is_bit_identical, sgd_step
+from undertow.kernels.window_codes import encode_windows
 
 aten = torch.ops.aten
 EPSILON = torch.finfo(torch.float32).eps
@@ -132,3 +135,99 @@ def test_batch_norm_evaluation_past_the_caches_and_in_place(threads):
     assert_near(out, expected, (x.abs() + mean.abs()) * scale.abs() + bias.abs() + residual.abs(), 4)
     batch_norm_evaluate(x, weight, bias, mean, variance, 1e-5, residual, True, residual)
     assert torch.equal(out, residual)
+
+
+POOLS = [
+    ((2, 2), (2, 2), (0, 0), (1, 1)),
+    ((3, 3), (2, 2), (1, 1), (1, 1)),
+    ((3, 2), (1, 2), (1, 1), (2, 1)),
+    ((2, 3), (3, 4), (1, 0), (1, 3)),
+    ((1, 1), (2, 2), (0, 0), (1, 1)),
+]
+
+
+@pytest.mark.parametrize("channels", [1, 19, 64])
+@pytest.mark.parametrize("geometry", POOLS)
+def test_max_pool(geometry, channels, threads):
+    # Few different values: many ties, some of them at the border of the ReLU.
+    x = torch.randint(-2, 3, (2, channels, 13, 11)).float().contiguous(memory_format=torch.channels_last)
+    x.permute(0, 2, 3, 1).view(-1)[::7] = float("nan")
+    x.permute(0, 2, 3, 1).view(-1)[::5] = -float("inf")
+    y, indices = aten.max_pool2d_with_indices(x, *geometry)
+    out = torch.empty(y.permute(0, 2, 3, 1).shape)
+    codes = torch.empty(out.shape, dtype=torch.uint8)
+    max_pool_forward(x.permute(0, 2, 3, 1), *geometry, out, codes)
+    assert same(out, y.permute(0, 2, 3, 1))
+    kernel, stride, padding, dilation = geometry
+    theirs = encode_windows(indices.contiguous(), x.shape[3], kernel[1], stride, padding, dilation)
+    assert torch.equal(codes, theirs.permute(0, 2, 3, 1))
+    ct = torch.randn_like(y)
+    expected = aten.max_pool2d_with_indices_backward(ct, x, *geometry, False, indices)
+    ct_x = torch.empty(x.permute(0, 2, 3, 1).shape)
+    max_pool_backward(ct.permute(0, 2, 3, 1), codes, None, *geometry, ct_x)
+    assert same(ct_x, expected.permute(0, 2, 3, 1))
+    masked = aten.threshold_backward(ct, y, 0)
+    expected = aten.max_pool2d_with_indices_backward(masked, x, *geometry, False, indices)
+    max_pool_backward(ct.permute(0, 2, 3, 1), codes, out, *geometry, ct_x)
+    assert same(ct_x, expected.permute(0, 2, 3, 1))
+
+
+def test_max_pool_refuses_a_window_that_its_code_cannot_name():
+    x = torch.randn(1, 20, 20, 1)
+    with pytest.raises(ValueError, match="256"):
+        max_pool_forward(x, (17, 17), (1, 1), (0, 0), (1, 1), x, x)
+
+
+SIZES = [*range(1, 71), 131_073]
+
+
+def gradients_of(size, step):
+    """Ordinary, tiny, huge, zero and subnormal values."""
+    generator = torch.Generator().manual_seed(1000 * size + step)
+    gradient = torch.randn(size, generator=generator)
+    exponents = torch.randint(-40, 18, (size,), generator=generator)
+    return gradient * torch.where(exponents < -38, 0.0, 10.0 ** exponents.clamp(max=3 if step % 2 else 17))
+
+
+def assert_same_steps(size, optimizer_of, step_of, num_state, options):
+    theirs = torch.randn(size).requires_grad_()
+    own, state = theirs.detach().clone(), [torch.zeros(size) for _ in range(num_state)]
+    optimizer = optimizer_of([theirs], foreach=False, **options)
+    for step in range(1, 6 if size > 1000 else 4):
+        theirs.grad = gradients_of(size, step)
+        optimizer.step()
+        step_of(own, theirs.grad, state, step)
+        assert torch.equal(own.view(torch.int32), theirs.detach().view(torch.int32)), (size, step)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "nesterov"), [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.3, False), (0.8, 0.0, True)]
+)
+def test_sgd_has_the_bits_of_pytorch(momentum, dampening, nesterov, weight_decay):
+    options = {
+        "lr": 0.1, "momentum": momentum, "dampening": dampening, "nesterov": nesterov, "weight_decay": weight_decay
+    }  # fmt: skip
+
+    def step_of(own, gradient, state, step):
+        sgd_step(own, gradient, state[0], step == 1, 0.1, momentum, dampening, weight_decay, nesterov)
+
+    for size in SIZES:
+        assert_same_steps(size, torch.optim.SGD, step_of, 1, options)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize("is_decoupled", [False, True])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.4, 0.95)])
+def test_adam_has_the_bits_of_pytorch(betas, is_decoupled, weight_decay):
+    options = {"lr": 3e-3, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay}
+
+    def step_of(own, gradient, state, step):
+        adam_step(own, gradient, *state, step, 3e-3, *betas, 1e-8, weight_decay, is_decoupled)
+
+    for size in SIZES:
+        assert_same_steps(size, torch.optim.AdamW if is_decoupled else torch.optim.Adam, step_of, 2, options)
+
+
+def test_bits_are_asked_for():
+    assert is_bit_identical()

@@ -226,7 +226,7 @@ def _train(
         totals, center, count, epsilon, momentum, weight, bias, running_mean, running_var, mean, inverse_std, tiled
     )
     for index in numba.prange(totals.shape[0]):
-        chunk: Any = numpy.int64(index)
+        chunk = numpy.int64(index)
         first, last = chunk * chunk_rows, min(rows, (chunk + 1) * chunk_rows)
         _normalise_chunk(x, first, last, tiled, residual, has_residual, lowest, work, chunk, past, out)
 
@@ -375,7 +375,7 @@ def _backward(
                 totals[chunk, 1, column] += numpy.float64(products[column])
     _finish_products(totals, count, weight, mean, inverse_std, ct_weight, ct_bias, tiled)
     for index in numba.prange(totals.shape[0]):
-        chunk: Any = numpy.int64(index)
+        chunk = numpy.int64(index)
         first, last = chunk * chunk_rows, min(rows, (chunk + 1) * chunk_rows)
         if keeps_masked:
             _differentiate_chunk(masked, x, y, False, first, last, tiled, work, chunk, past, ct_x)
@@ -461,7 +461,7 @@ def batch_norm_evaluate(
     has_relu: bool,
     out: torch.Tensor,
 ) -> None:
-    """Evaluation, in one pass: out = relu((x - running_mean) / sqrt(running_var + epsilon) * weight + bias + residual)."""
+    """One pass: out = relu((x - running_mean) / sqrt(running_var + epsilon) * weight + bias + residual)."""
     shape = _Shape(x.shape[0], x.shape[1], 3)
     scale = (running_var.detach().double() + epsilon).rsqrt()
     if weight is not None:
@@ -509,6 +509,7 @@ def batch_norm_backward(
     run_parallel(
         _backward, shape.view(ct), wide, wide if y is None else shape.view(y), y is not None,
         wide if ct_residual is None else shape.view(ct_residual), ct_residual is not None, _vector(weight),
-        mean.numpy(), inverse_std.numpy(), float(len(x)), shape.chunk_rows, shape.work, shape.totals, shape.tiled, is_streamed(ct_x),
+        mean.numpy(), inverse_std.numpy(), float(len(x)), shape.chunk_rows, shape.work, shape.totals, shape.tiled,
+        is_streamed(ct_x),
         ct_weight.numpy(), ct_bias.numpy(), shape.view(ct_x),
     )  # fmt: skip

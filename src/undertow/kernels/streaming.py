@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.core.imputils import impl_ret_borrowed
@@ -87,9 +87,9 @@ def distinct(typing_context: Any, array: Any) -> Any:
     """The same array, promised to share memory with no other `distinct` array except element by element.
 
     LLVM guards a vector loop by comparing every pointer written with every other, and gives up beyond eight
-    comparisons. The pointer goes through an empty piece of assembly whose result is declared `noalias`, like that of malloc. A loop
-    whose iterations touch only their own element may still write over its input: nothing is moved across iterations
-    that could meet.
+    comparisons. The pointer goes through an empty piece of assembly whose result is declared `noalias`, like that of
+    malloc. A loop whose iterations touch only their own element may still write over its input: nothing is moved across
+    iterations that could meet.
     """
     signature = array(array)
 
