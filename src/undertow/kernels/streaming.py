@@ -1,0 +1,104 @@
+"""Three things that Numba's loops cannot say for themselves: what does not overlap, what skips the caches, and when.
+
+A plain store first reads the line it will overwrite. Where the output is larger than the cache, that read is a third of
+the traffic of y = f(x), and the lines it brings in push out others. `store_row` copies a finished row with non-temporal
+stores, which do neither; they need the row to start on a cache line, and other rows are copied plainly. Outputs that
+the next operation will find in the cache (`is_streamed` says no) are better written directly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core import cgutils
+from numba.core.imputils import impl_ret_borrowed
+from numba.extending import intrinsic
+
+# Numba types an intrinsic by its Python signature, which has one argument more than its calls.
+_intrinsic: Any = intrinsic
+
+_LANES = 16
+_LINE_BYTES = 64
+# Half of the last-level cache of a server's core complex: larger outputs do not survive in it until they are read.
+_STREAMED_BYTES = 16 * 2**20
+
+
+def is_streamed(out: torch.Tensor) -> bool:
+    """Whether an output is better written past the caches."""
+    return out.numel() * out.element_size() >= _STREAMED_BYTES
+
+
+@_intrinsic
+def store_row(typing_context: Any, buffer: Any, slot: Any, out: Any, row: Any, start: Any, width: Any) -> Any:
+    """out[row, start : start + width] = buffer[slot, :width], past the caches if that starts on a cache line."""
+    signature = types.void(buffer, types.intp, out, types.intp, types.intp, types.intp)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, slot, _, row, start, width = arguments
+        source = context.make_array(signature.args[0])(context, builder, arguments[0])
+        target = context.make_array(signature.args[2])(context, builder, arguments[2])
+        integer = width.type
+        source_columns = cgutils.unpack_tuple(builder, source.shape, 2)[1]
+        target_columns = cgutils.unpack_tuple(builder, target.shape, 2)[1]
+        read = builder.gep(source.data, [builder.mul(slot, source_columns)])
+        write = builder.gep(target.data, [builder.add(builder.mul(row, target_columns), start)])
+        place_in_line = builder.and_(builder.ptrtoint(write, integer), integer(_LINE_BYTES - 1))
+        vector = ir.VectorType(ir.FloatType(), _LANES)
+        num_vectors = builder.udiv(width, integer(_LANES))
+
+        def copy_vectors(is_past: bool) -> None:
+            with cgutils.for_range(builder, num_vectors, intp=integer) as loop:
+                place = [builder.mul(loop.index, integer(_LANES))]
+                value = builder.load(builder.bitcast(builder.gep(read, place), vector.as_pointer()), align=4)
+                at = builder.bitcast(builder.gep(write, place), vector.as_pointer())
+                store = builder.store(value, at, align=_LINE_BYTES if is_past else 4)
+                if is_past:
+                    store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+
+        with builder.if_else(builder.icmp_unsigned("==", place_in_line, integer(0))) as (then, otherwise):
+            with then:
+                copy_vectors(True)
+            with otherwise:
+                copy_vectors(False)
+        tail = builder.mul(num_vectors, integer(_LANES))
+        with cgutils.for_range_slice(builder, tail, width, integer(1), intp=integer) as (index, _):
+            builder.store(builder.load(builder.gep(read, [index])), builder.gep(write, [index]))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@_intrinsic
+def finish_stores(typing_context: Any) -> Any:
+    """Orders the stores past the caches before whatever the thread does next."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@_intrinsic
+def distinct(typing_context: Any, array: Any) -> Any:
+    """The same array, promised to share memory with no other `distinct` array except element by element.
+
+    LLVM guards a vector loop by comparing every pointer written with every other, and gives up beyond eight
+    comparisons. The pointer goes through an empty piece of assembly whose result is declared `noalias`, like that of
+    malloc. A loop whose iterations touch only their own element may still write over its input: nothing is moved across
+    iterations that could meet.
+    """
+    signature = array(array)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        view = context.make_array(signature.args[0])(context, builder, arguments[0])
+        pointer = view.data.type
+        identity = ir.InlineAsm(ir.FunctionType(pointer, [pointer]), "", "=r,0")
+        # llvmlite has no return attributes; the calling convention stands where they go.
+        view.data = builder.call(identity, [view.data], cconv="ccc noalias")
+        return impl_ret_borrowed(context, builder, signature.return_type, view._getvalue())
+
+    return signature, generate

@@ -1,0 +1,233 @@
+"""Undertow's fused kernels against PyTorch in float64, with bounds derived from the number of roundings."""
+
+import pytest
+import torch
+
+from undertow.kernels.batch_norm import batch_norm_backward, batch_norm_evaluate, batch_norm_forward, rows_of
+from undertow.kernels.max_pool import max_pool_backward, max_pool_forward
+from undertow.kernels.optimizers import adam_step, is_bit_identical, sgd_step
+from undertow.kernels.window_codes import encode_windows
+
+aten = torch.ops.aten
+EPSILON = torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def same(found, expected):
+    """Equal bits, except that any NaN equals any other."""
+    return torch.equal(found.nan_to_num(1e30), expected.nan_to_num(1e30)) and torch.equal(
+        found.isnan(), expected.isnan()
+    )
+
+
+def assert_near(found, expected, scale, num_roundings):
+    """|found - expected| <= num_roundings * eps * scale, with NaN and infinity in the same places."""
+    expected = expected.double()
+    finite = expected.isfinite()
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found[~finite & ~expected.isnan()].double(), expected[~finite & ~expected.isnan()])
+    scale = torch.as_tensor(scale, dtype=torch.float64).broadcast_to(expected.shape)
+    excess = (found.double() - expected).abs() / (num_roundings * EPSILON * scale + 1e-45)
+    assert excess[finite].max().item() <= 1 if finite.any() else True, excess[finite].max().item()
+
+
+def run_batch_norm(x, weight, bias, residual, has_relu):
+    channels = x.shape[1]
+    out, mean, inverse_std = torch.empty_like(x), torch.empty(channels), torch.empty(channels)
+    running = torch.randn(channels), torch.rand(channels)
+    before = [statistic.clone() for statistic in running]
+    batch_norm_forward(x, weight, bias, *running, 0.1, 1e-5, residual, has_relu, out, mean, inverse_std)
+    return out, mean, inverse_std, before, running
+
+
+@pytest.mark.parametrize("has_relu", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize(("rows", "channels"), [(2, 1), (7, 3), (97, 65), (1024, 16), (400, 2048)])
+def test_batch_norm(rows, channels, has_residual, has_relu, threads):
+    x, ct = torch.randn(rows, channels) * 3 + 100, torch.randn(rows, channels)
+    weight, bias, residual = torch.randn(channels), torch.randn(channels), torch.randn(rows, channels)
+    out, mean, inverse_std, before, running = run_batch_norm(
+        x, weight, bias, residual if has_residual else None, has_relu
+    )
+    inputs = [tensor.double().requires_grad_() for tensor in (x, weight, bias, residual)]
+    expected_running = [statistic.double() for statistic in before]
+    y, saved_mean, saved_inverse = torch.native_batch_norm(*inputs[:3], *expected_running, True, 0.1, 1e-5)
+    y = y + inputs[3] if has_residual else y
+    y = y.relu() if has_relu else y
+    deviation = ((x - saved_mean) * saved_inverse).abs()
+    # Statistics: 32 roundings of a block in float32 at a 5 times larger square, and the final ones.
+    assert_near(mean, saved_mean, saved_mean.abs() + 1 / saved_inverse, 2)
+    assert_near(inverse_std, saved_inverse, saved_inverse, 32 * 5 / 2 + 2)
+    assert_near(running[0], expected_running[0], expected_running[0].abs() + 100, 2)
+    assert_near(running[1], expected_running[1], expected_running[1].abs(), 32 * 5 + 2)
+    size = deviation * weight.abs() + bias.abs() + residual.abs() + weight.abs()
+    assert_near(out, y, size.detach(), 32 * 5 / 2 + 8)
+    ct_x, ct_weight, ct_bias = torch.empty_like(x), torch.empty(channels), torch.empty(channels)
+    # A ReLU's backward is a step: it is given the float64 pass's own mask.
+    given = y.detach().float() if has_relu else None
+    ct_residual = torch.empty_like(x) if has_relu and has_residual else None
+    batch_norm_backward(ct, x, weight, mean, inverse_std, given, ct_x, ct_weight, ct_bias, ct_residual)
+    y.backward(ct.double())
+    sums = ct.abs().sum(0).double()
+    products = (ct.abs() * (deviation + 1)).sum(0).detach()
+    # The saved mean carries one rounding of 100 standard deviations.
+    off = 2 * 100 * saved_inverse.detach().clamp(min=1)
+    assert_near(ct_bias, inputs[2].grad, sums, 34)
+    assert_near(ct_weight, inputs[1].grad, products + sums * off, 34 + 2 * 80)
+    per_row = (products / rows) * (deviation.detach() + 1)
+    spread = saved_inverse.detach() * weight.abs() * (ct.abs() + sums / rows + per_row) * (1 + off)
+    assert_near(ct_x, inputs[0].grad, spread, 34 + 4 * 80)
+    if ct_residual is not None:
+        assert same(ct_residual, inputs[3].grad.float())
+
+
+def test_batch_norm_with_a_large_mean_is_no_worse_than_pytorch(threads):
+    x = torch.randn(20000, 24) * torch.logspace(-2, 0, 24) + torch.logspace(4, 0, 24)
+    exact = torch.var(x.double(), 0, correction=0)
+    _, _, inverse_std, _, _ = run_batch_norm(x, None, None, None, False)
+    _, _, theirs = torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+    expected = (exact + 1e-5).rsqrt()
+    error = ((inverse_std - expected) / expected).abs().max()
+    assert error <= max(((theirs - expected) / expected).abs().max(), 4 * EPSILON)
+
+
+def test_batch_norm_does_not_depend_on_threads():
+    x = torch.randn(4096, 24)
+    found = []
+    for num_threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        found.append(run_batch_norm(x, None, None, None, True)[0])
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+def test_batch_norm_with_nan_and_infinity():
+    x = torch.randn(100, 4)
+    x[0, 0], x[50, 1], x[99, 2] = float("inf"), float("nan"), -float("inf")
+    out, mean, inverse_std, _, _ = run_batch_norm(x, None, None, None, True)
+    y, their_mean, their_inverse = torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+    assert torch.equal(out.isnan(), y.relu().isnan())
+    assert torch.equal(mean.isnan(), their_mean.isnan())
+    assert torch.equal(inverse_std.isnan(), their_inverse.isnan())
+
+
+def test_batch_norm_evaluation_past_the_caches_and_in_place(threads):
+    activations = torch.randn(2, 64, 192, 192).contiguous(memory_format=torch.channels_last)
+    x = rows_of(activations)
+    residual, out = torch.randn_like(x), torch.empty_like(x)
+    weight, bias, mean, variance = torch.randn(64), torch.randn(64), torch.randn(64), torch.rand(64) + 0.1
+    batch_norm_evaluate(x, weight, bias, mean, variance, 1e-5, residual, True, out)
+    scale = weight.double() / (variance.double() + 1e-5).sqrt()
+    expected = ((x - mean.double()) * scale + bias + residual).relu()
+    assert_near(out, expected, (x.abs() + mean.abs()) * scale.abs() + bias.abs() + residual.abs(), 4)
+    batch_norm_evaluate(x, weight, bias, mean, variance, 1e-5, residual, True, residual)
+    assert torch.equal(out, residual)
+
+
+POOLS = [
+    ((2, 2), (2, 2), (0, 0), (1, 1)),
+    ((3, 3), (2, 2), (1, 1), (1, 1)),
+    ((3, 2), (1, 2), (1, 1), (2, 1)),
+    ((2, 3), (3, 4), (1, 0), (1, 3)),
+    ((1, 1), (2, 2), (0, 0), (1, 1)),
+]
+
+
+@pytest.mark.parametrize("channels", [1, 19, 64])
+@pytest.mark.parametrize("geometry", POOLS)
+def test_max_pool(geometry, channels, threads):
+    # Few different values: many ties, some of them at the border of the ReLU.
+    x = torch.randint(-2, 3, (2, channels, 13, 11)).float().contiguous(memory_format=torch.channels_last)
+    x.permute(0, 2, 3, 1).view(-1)[::7] = float("nan")
+    x.permute(0, 2, 3, 1).view(-1)[::5] = -float("inf")
+    y, indices = aten.max_pool2d_with_indices(x, *geometry)
+    out = torch.empty(y.permute(0, 2, 3, 1).shape)
+    codes = torch.empty(out.shape, dtype=torch.uint8)
+    max_pool_forward(x.permute(0, 2, 3, 1), *geometry, out, codes)
+    assert same(out, y.permute(0, 2, 3, 1))
+    kernel, stride, padding, dilation = geometry
+    theirs = encode_windows(indices.contiguous(), x.shape[3], kernel[1], stride, padding, dilation)
+    assert torch.equal(codes, theirs.permute(0, 2, 3, 1))
+    ct = torch.randn_like(y)
+    expected = aten.max_pool2d_with_indices_backward(ct, x, *geometry, False, indices)
+    ct_x = torch.empty(x.permute(0, 2, 3, 1).shape)
+    max_pool_backward(ct.permute(0, 2, 3, 1), codes, None, *geometry, ct_x)
+    assert same(ct_x, expected.permute(0, 2, 3, 1))
+    masked = aten.threshold_backward(ct, y, 0)
+    expected = aten.max_pool2d_with_indices_backward(masked, x, *geometry, False, indices)
+    max_pool_backward(ct.permute(0, 2, 3, 1), codes, out, *geometry, ct_x)
+    assert same(ct_x, expected.permute(0, 2, 3, 1))
+
+
+def test_max_pool_refuses_a_window_that_its_code_cannot_name():
+    x = torch.randn(1, 20, 20, 1)
+    with pytest.raises(ValueError, match="256"):
+        max_pool_forward(x, (17, 17), (1, 1), (0, 0), (1, 1), x, x)
+
+
+SIZES = [*range(1, 71), 131_073]
+
+
+def gradients_of(size, step):
+    """Ordinary, tiny, huge, zero and subnormal values."""
+    generator = torch.Generator().manual_seed(1000 * size + step)
+    gradient = torch.randn(size, generator=generator)
+    exponents = torch.randint(-40, 18, (size,), generator=generator)
+    return gradient * torch.where(exponents < -38, 0.0, 10.0 ** exponents.clamp(max=3 if step % 2 else 17))
+
+
+def assert_same_steps(size, optimizer_of, step_of, num_state, options):
+    theirs = torch.randn(size).requires_grad_()
+    own, state = theirs.detach().clone(), [torch.zeros(size) for _ in range(num_state)]
+    optimizer = optimizer_of([theirs], foreach=False, **options)
+    for step in range(1, 6 if size > 1000 else 4):
+        theirs.grad = gradients_of(size, step)
+        optimizer.step()
+        step_of(own, theirs.grad, state, step)
+        assert torch.equal(own.view(torch.int32), theirs.detach().view(torch.int32)), (size, step)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "nesterov"), [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.3, False), (0.8, 0.0, True)]
+)
+def test_sgd_has_the_bits_of_pytorch(momentum, dampening, nesterov, weight_decay):
+    options = {
+        "lr": 0.1, "momentum": momentum, "dampening": dampening, "nesterov": nesterov, "weight_decay": weight_decay
+    }  # fmt: skip
+
+    def step_of(own, gradient, state, step):
+        sgd_step(own, gradient, state[0], step == 1, 0.1, momentum, dampening, weight_decay, nesterov)
+
+    for size in SIZES:
+        assert_same_steps(size, torch.optim.SGD, step_of, 1, options)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize("is_decoupled", [False, True])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.4, 0.95)])
+def test_adam_has_the_bits_of_pytorch(betas, is_decoupled, weight_decay):
+    options = {"lr": 3e-3, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay}
+
+    def step_of(own, gradient, state, step):
+        adam_step(own, gradient, *state, step, 3e-3, *betas, 1e-8, weight_decay, is_decoupled)
+
+    for size in SIZES:
+        assert_same_steps(size, torch.optim.AdamW if is_decoupled else torch.optim.Adam, step_of, 2, options)
+
+
+def test_bits_are_asked_for():
+    assert is_bit_identical()
