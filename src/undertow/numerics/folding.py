@@ -1,0 +1,112 @@
+"""`fold_activations`: a ReLU, and the sum before it, become part of the operation that feeds them; so does its backward.
+
+In: a Program of which `choose_kernels` has chosen the kernels. Out: the same with fewer passes over memory. Only where
+nothing else reads what is then not made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from undertow.ir import Node, Program, Value
+from undertow.numerics.convolutions import is_own_backward, is_own_forward, with_mask, with_relu
+from undertow.ops.fast_normalization import BATCH_NORM, BATCH_NORM_BACKWARD, BATCH_NORM_EVALUATE
+
+aten = torch.ops.aten
+
+
+def fold_activations(program: Program) -> Program:
+    """The Program with every ReLU that can be folded folded."""
+    return _Folder(program).run()
+
+
+class _Folder:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.nodes: list[Node | None] = list(program.nodes)
+        self.maker = {value: place for place, node in enumerate(program.nodes) for value in node.kept_outputs}
+        self.readers = _readers(program)
+
+    def run(self) -> Program:
+        for place, node in enumerate(self.program.nodes):
+            if node.target is aten.relu.default:
+                self._fold_relu(place, node)
+            elif is_own_backward(node) or node.target is BATCH_NORM_BACKWARD:
+                self._fold_mask(place, node)
+        num_forward = sum(node is not None for node in self.nodes[: self.program.num_forward_nodes])
+        nodes = tuple(node for node in self.nodes if node is not None)
+        return replace(self.program, nodes=nodes, num_forward_nodes=num_forward)
+
+    def _made_for(self, value: Any, place: int) -> Node | None:
+        """The node that makes `value`, if the node at `place` is its only reader."""
+        if not isinstance(value, Value) or self.readers.get(value) != [place] or value not in self.maker:
+            return None
+        return self.nodes[self.maker[value]]
+
+    def _fold_relu(self, place: int, node: Node) -> None:
+        before = self._made_for(node.args[0], place)
+        if before is None:
+            return
+        (result,) = node.kept_outputs
+        if is_own_forward(before):
+            self._move(before, place, with_relu(before, result))
+        elif before.target in (BATCH_NORM, BATCH_NORM_EVALUATE) and before.args[-2] is None:
+            self._move(before, place, _with_residual_and_relu(before, None, result))
+        elif before.target is aten.add.Tensor and len(before.args) == 2 and not before.kwargs:
+            self._fold_sum(place, before, result)
+
+    def _fold_sum(self, place: int, addition: Node, result: Value) -> None:
+        """relu(norm(x) + residual); either may come first."""
+        at = self.maker[addition.kept_outputs[0]]
+        for term, residual in (addition.args, addition.args[::-1]):
+            norm = self._made_for(term, at)
+            is_norm = norm is not None and norm.target in (BATCH_NORM, BATCH_NORM_EVALUATE) and norm.args[-2] is None
+            if norm is not None and is_norm and isinstance(residual, Value) and residual.type == term.type:
+                self.nodes[at] = None
+                self._move(norm, place, _with_residual_and_relu(norm, residual, result))
+                return
+
+    def _move(self, old: Node, place: int, new: Node) -> None:
+        """`new`, which stands for `old` and for the node at `place`, runs there: what it reads is made by then."""
+        self.nodes[self.nodes.index(old)] = None
+        self.nodes[place] = new
+
+    def _fold_mask(self, place: int, node: Node) -> None:
+        masked = node.args[0]
+        at = self.maker.get(masked)
+        before = self.nodes[at] if at is not None else None
+        if at is None or before is None or before.target is not aten.threshold_backward.default or before.args[2] != 0:
+            return
+        ct, y, _ = before.args
+        is_alone = self.readers[masked] == [place]
+        if is_own_backward(node) and is_alone:
+            self.nodes[at], self.nodes[place] = None, with_mask(node, ct, y)
+        elif node.target is BATCH_NORM_BACKWARD and (is_alone or min(self.readers[masked], key=_order) == place):
+            # The first to read the masked cotangent makes it for the others: that is the residual's cotangent.
+            args = (ct, *node.args[1:5], y, not is_alone)
+            outputs = (*node.outputs[:3], None if is_alone else masked)
+            self.nodes[at], self.nodes[place] = None, replace(node, args=args, outputs=outputs)
+
+
+def _with_residual_and_relu(norm: Node, residual: Value | None, result: Value) -> Node:
+    return replace(norm, args=(*norm.args[:-2], residual, True), outputs=(result, *norm.outputs[1:]))
+
+
+def _order(place: int) -> float:
+    return place if place >= 0 else float("inf")
+
+
+def _readers(program: Program) -> dict[Value, list[int]]:
+    """For each value the places of the nodes that read it; whatever leaves the Program is read at -1."""
+    readers: dict[Value, list[int]] = {}
+    for place, node in enumerate(program.nodes):
+        for value in dict.fromkeys(node.inputs):
+            readers.setdefault(value, []).append(place)
+    ends = [*program.outputs, *(update.value for update in program.updates)]
+    ends += [gradient.value for gradient in program.gradients if gradient.value is not None]
+    for value in ends:
+        readers.setdefault(value, []).append(-1)
+    return readers

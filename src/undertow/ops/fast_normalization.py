@@ -1,0 +1,95 @@
+"""Batch normalisation in two passes over memory, with a residual sum and a ReLU in the second, as operations.
+
+Channels_last activations. In training mode the new running statistics are outputs, as of a functional operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from undertow.ir import Node
+from undertow.kernels.batch_norm import batch_norm_backward, batch_norm_evaluate, batch_norm_forward, rows_of
+from undertow.ops.alternatives import register_second_run
+from undertow.ops.own import OwnOperation
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    epsilon: float,
+    residual: Tensor | None,
+    has_relu: bool,
+) -> tuple[Tensor, ...]:
+    y = torch.empty_like(x)
+    mean, inverse_std = x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
+    new = [item.clone() for item in (running_mean, running_var) if item is not None]
+    statistics = new or (None, None)
+    rows, out, other = rows_of(x), rows_of(y), _rows(residual)
+    batch_norm_forward(rows, weight, bias, *statistics, momentum, epsilon, other, has_relu, out, mean, inverse_std)
+    return (y, mean, inverse_std, *new)
+
+
+def _evaluate(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    epsilon: float,
+    residual: Tensor | None,
+    has_relu: bool,
+) -> Tensor:
+    y = torch.empty_like(x)
+    rows, out, other = rows_of(x), rows_of(y), _rows(residual)
+    batch_norm_evaluate(rows, weight, bias, running_mean, running_var, epsilon, other, has_relu, out)
+    return y
+
+
+def _backward(
+    ct: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    inverse_std: Tensor,
+    y: Tensor | None,
+    keeps_masked: bool,
+) -> tuple[Tensor | None, ...]:
+    ct_x = torch.empty_like(x)
+    ct_weight, ct_bias = torch.empty_like(mean), torch.empty_like(mean)
+    masked = torch.empty_like(x) if keeps_masked else None
+    ct = rows_of(ct.contiguous(memory_format=torch.channels_last))
+    batch_norm_backward(
+        ct, rows_of(x), weight, mean, inverse_std, _rows(y), rows_of(ct_x), ct_weight, ct_bias, _rows(masked)
+    )
+    return ct_x, ct_weight, ct_bias, masked
+
+
+def _rows(images: Tensor | None) -> Tensor | None:
+    return None if images is None else rows_of(images)
+
+
+# (x, weight, bias, running mean, running variance, momentum, epsilon, residual, has_relu)
+#     -> y, mean, 1 / standard deviation, and the new running statistics where there are old ones
+BATCH_NORM = OwnOperation("batch_norm.fused", _forward, returns_tuple=True)
+
+# (x, weight, bias, running mean, running variance, epsilon, residual, has_relu) -> y
+BATCH_NORM_EVALUATE = OwnOperation("batch_norm.evaluate", _evaluate)
+
+# (ct, x, weight, mean, 1 / standard deviation, y or None, keeps_masked) -> ct_x, ct_weight, ct_bias, masked ct or None
+# y, the output behind a ReLU, masks the cotangent; the residual's cotangent is the masked one.
+BATCH_NORM_BACKWARD = OwnOperation("batch_norm_backward.fused", _backward, returns_tuple=True)
+
+
+def _without_statistics(node: Node) -> Node:
+    """A second run leaves the running statistics alone: the outputs do not depend on them."""
+    return replace(node, args=(*node.args[:3], None, None, *node.args[5:]), outputs=node.outputs[:3])
+
+
+register_second_run(BATCH_NORM, _without_statistics)
