@@ -3,8 +3,10 @@
 Times are of the convolution with bias alone: no ReLU and no mask on either side. All take turns, round by round;
 minimum and median are kept. PyTorch allocates its results, so malloc's thresholds are raised for the whole process: its
 memory is mapped already, as ours is. The machine's best product, measured in the same run, stands in the file as well.
+With --one-thread the time is the processor's own on one thread, which other jobs on the machine hardly change.
 
-Usage: scripts/bench convolution_layers [--network vgg16|resnet50|unet] [--batch N] [--rounds N] [--all] [--out F]
+Usage: scripts/bench convolution_layers [--network vgg16|resnet50|unet] [--batch N] [--rounds N] [--all]
+       [--one-thread] [--out F]
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ def make_calls(shape: ConvolutionShape, algorithms: list[Algorithm]) -> dict[tup
     return calls
 
 
-def measure_layer(shape: ConvolutionShape, algorithms: list[Algorithm], num_rounds: int) -> dict[str, Any]:
+def measure_layer(
+    shape: ConvolutionShape, algorithms: list[Algorithm], num_rounds: int, clock: Callable[[], float]
+) -> dict[str, Any]:
     """Minimum and median of every call, in milliseconds."""
     calls = make_calls(shape, algorithms)
     times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
@@ -88,11 +92,11 @@ def measure_layer(shape: ConvolutionShape, algorithms: list[Algorithm], num_roun
         for key, call in calls.items():
             if key[0] in SLOW and index > 1:
                 continue
-            start = time.perf_counter()
+            start = clock()
             call()
             # The first round compiles and maps memory.
             if index > 0:
-                times[key].append(1e3 * (time.perf_counter() - start))
+                times[key].append(1e3 * (clock() - start))
     found: dict[str, Any] = {}
     for (name, step), values in times.items():
         found.setdefault(name, {})[step] = {
@@ -110,14 +114,14 @@ def measure_layer(shape: ConvolutionShape, algorithms: list[Algorithm], num_roun
     return found
 
 
-def measure_peak() -> float:
+def measure_peak(clock: Callable[[], float]) -> float:
     """GFLOP/s of the best of a few products: what this machine can do at this moment."""
     a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
     best = 0.0
     for _ in range(10):
-        start = time.perf_counter()
+        start = clock()
         torch.nn.functional.linear(a, b)
-        best = max(best, 2 * 2048**3 / (time.perf_counter() - start) / 1e9)
+        best = max(best, 2 * 2048**3 / (clock() - start) / 1e9)
     return best
 
 
@@ -169,24 +173,29 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--all", action="store_true", help="also the plain loops and the FFT, in one round")
+    parser.add_argument("--one-thread", action="store_true", help="processor time of one thread")
     parser.add_argument("--out")
     options = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in MALLOC.items()):
         # glibc reads them when the process starts.
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)
+    clock = time.process_time if options.one_thread else time.perf_counter
+    if options.one_thread:
+        torch.set_num_threads(1)
     algorithms = [algorithm for algorithm in ALGORITHMS if options.all or algorithm.name not in SLOW]
     machine, rows = describe_machine(), []
-    machine["peak_gflops"] = round(measure_peak(), 1)
+    machine["peak_gflops"] = round(measure_peak(clock), 1)
     for num_in, num_out, size, count in LAYERS[options.network]:
         shape = ConvolutionShape(options.batch, num_in, num_out, (size, size), (3, 3), padding=(1, 1))
-        found = measure_layer(shape, algorithms, options.rounds)
+        found = measure_layer(shape, algorithms, options.rounds, clock)
         title = f"{num_in} -> {num_out} at {size} x {size}, batch {options.batch}, {shape.flops / 1e9:.1f} GFLOP"
         print_layer(title, found)
         rows.append({"layer": title, "count": count, "gflop": shape.flops / 1e9, "found": found})
     totals = summarize(rows)
     print(json.dumps(totals, indent=1))
     machine["load_at_end"] = os.getloadavg()[0]
-    name = f"convolution_layers_{options.network}_batch{options.batch}.json"
+    suffix = "_one_thread" if options.one_thread else ""
+    name = f"convolution_layers_{options.network}_batch{options.batch}{suffix}.json"
     out = Path(options.out or Path("benchmarks/results") / name)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"machine": machine, "totals": totals, "rows": rows}, indent=1) + "\n")
