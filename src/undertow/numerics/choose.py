@@ -22,6 +22,7 @@ from undertow.numerics.normalization import (
     batch_norm_choices,
     batch_norm_evaluation_choices,
 )
+from undertow.numerics.products import biased_product_choices, product_choices
 from undertow.ops.own import RESTRIDE, Mutating
 
 aten = torch.ops.aten
@@ -35,6 +36,8 @@ _CHOICES: dict[Any, Callable[[Node], list[Node]]] = {
     aten.native_batch_norm.default: batch_norm_choices,
     aten._native_batch_norm_legit_no_training.default: batch_norm_evaluation_choices,
     aten.native_batch_norm_backward.default: batch_norm_backward_choices,
+    aten.mm.default: product_choices,
+    aten.addmm.default: biased_product_choices,
 }
 
 

@@ -1,0 +1,35 @@
+"""Other ways to run matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from undertow.ir import Node, Value
+from undertow.ops.fast_products import PRODUCT, has_onednn
+
+
+def product_choices(node: Node) -> list[Node]:
+    """Ways to run `mm(left, right)`."""
+    left, right = node.args
+    return _choices(node, left, right, None)
+
+
+def biased_product_choices(node: Node) -> list[Node]:
+    """Ways to run `addmm(bias, left, right)` where the bias is one number per column."""
+    bias, left, right = node.args[:3]
+    if node.kwargs or len(node.args) > 3 or len(bias.tensor_type.shape) != 1:
+        return []
+    return _choices(node, left, right, bias)
+
+
+def _choices(node: Node, left: Value, right: Value, bias: Value | None) -> list[Node]:
+    (result,) = node.kept_outputs
+    given = [value for value in (left, right, bias) if value is not None]
+    is_float = all(value.tensor_type.dtype is torch.float32 for value in given)
+    is_on_cpu = all(value.tensor_type.device.type == "cpu" for value in given)
+    has_elements = all(value.tensor_type.num_elements > 0 for value in (*given, result))
+    if not (is_float and is_on_cpu and has_elements and has_onednn() and result.tensor_type.is_contiguous):
+        return []
+    return [replace(node, target=PRODUCT, args=(left, right, bias), kwargs={})]
