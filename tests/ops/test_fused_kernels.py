@@ -1,9 +1,12 @@
 """Undertow's fused kernels against PyTorch in float64, with bounds derived from the number of roundings."""
 
+import os
+
 import pytest
 import torch
 
 from undertow.kernels.batch_norm import batch_norm_backward, batch_norm_evaluate, batch_norm_forward, rows_of
+from undertow.kernels.elementwise import compile_chain
 from undertow.kernels.max_pool import max_pool_backward, max_pool_forward
 from undertow.kernels.optimizers import adam_step, is_bit_identical, sgd_step
 from undertow.kernels.window_codes import encode_windows
@@ -231,3 +234,75 @@ def test_adam_has_the_bits_of_pytorch(betas, is_decoupled, weight_decay):
 
 def test_bits_are_asked_for():
     assert is_bit_identical()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_folder(tmp_path_factory):
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    os.environ.pop("XDG_CACHE_HOME")
+    if before is not None:
+        os.environ["XDG_CACHE_HOME"] = before
+
+
+def every_float():
+    """Floats from the whole range, evenly in their bits, denser where the functions bend, and the special ones."""
+    bits = torch.arange(-(2**31), 2**31, 9973, dtype=torch.int64).to(torch.int32)
+    special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 88.72284, -103.97208])
+    return torch.cat([bits.view(torch.float32), torch.linspace(-110, 95, 400_003), special])
+
+
+@pytest.mark.parametrize(("name", "units", "floor"), [
+    ("exp", 2, 2.0**-126), ("tanh", 3, 2.0**-126), ("erf", 3, 2.0**-126), ("sigmoid", 3, 2.0**-100),
+])  # fmt: skip
+def test_functions_over_the_whole_float_range(name, units, floor):
+    x = every_float()
+    found = torch.empty_like(x)
+    compile_chain(("full",), ((name, (0,)),), (1,))((x,), (found,))
+    exact = getattr(torch, name)(x.double())
+    assert torch.equal(found.isnan(), exact.isnan())
+    # What rounds to infinity in float32 must be infinite.
+    overflows = exact > torch.finfo(torch.float32).max
+    assert found[overflows & (exact > 3.4028236e38)].isinf().all()
+    rest = ~overflows & ~exact.isnan()
+    unit = 2.0 ** (exact.abs().clamp(min=floor).log2().floor() - 23)
+    assert ((found.double() - exact).abs() / unit)[rest].max().item() <= units
+
+
+def test_chain_with_vectors_constants_and_several_outputs(threads):
+    x, row, column = torch.randn(37, 21), torch.randn(37), torch.randn(21)
+    steps = (("add", (0, 2)), ("mul", (4, 1)), ("gelu", (5,)), ("mul", (6, 3)), ("sub", (7, 0.5)), ("relu", (8,)))
+    chain = compile_chain(("full", "row", "column", "scalar"), steps, (5, 9))
+    outs = torch.empty(37, 21), torch.empty(37, 21)
+    chain((x, row, column, 2.0), outs)
+    middle = (x.double() + column) * row.double()[:, None]
+    expected = (torch.nn.functional.gelu(middle) * 2 - 0.5).relu()
+    assert_near(outs[0], middle, (x.abs() + column.abs()) * row.abs()[:, None], 2)
+    assert_near(outs[1], expected, (x.abs() + column.abs()) * row.abs()[:, None] * 4 + 1, 12)
+    chain((x, row, column, 2.0), (x, outs[0]))
+    assert torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 9001])
+def test_chain_of_any_size(size):
+    x, out = torch.randn(size), torch.empty(size)
+    compile_chain(("full", "full"), (("relu_backward", (0, 1)), ("neg", (2,))), (3,))((x, x - 0.5), (out,))
+    assert torch.equal(out, -aten.threshold_backward(x, x - 0.5, 0))
+
+
+def test_chain_with_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "undertow").write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    x, out = torch.randn(10), torch.empty(10)
+    compile_chain(("full",), (("square", (0,)), ("add", (1, 3.0))), (2,))((x,), (out,))
+    assert_near(out, x.double() ** 2 + 3, x**2 + 3, 2)
+
+
+@pytest.mark.parametrize("arguments", [
+    (("some",), (), (0,)), (("full",), (("nothing", (0,)),), (1,)), (("full",), (("add", (0, 1)),), (1,)),
+    (("full",), (("add", (0,)),), (1,)), (("full",), (), (1,)),
+])  # fmt: skip
+def test_chain_refuses_what_it_does_not_know(arguments):
+    with pytest.raises(ValueError, match="compile_chain"):
+        compile_chain(*arguments)

@@ -178,8 +178,8 @@ def adam_step(
     weight = numpy.float32(1 - beta1)
     constants = (
         weight, numpy.float32(1) - weight, bool(abs(weight) < 0.5), numpy.float32(beta2), numpy.float32(1 - beta2),
-        numpy.float32(1 - learning_rate * weight_decay), numpy.float32(weight_decay), weight_decay != 0 and is_decoupled,
-        weight_decay != 0 and not is_decoupled,
+        numpy.float32(1 - learning_rate * weight_decay), numpy.float32(weight_decay),
+        weight_decay != 0 and is_decoupled, weight_decay != 0 and not is_decoupled,
     )  # fmt: skip
     last_constants = (numpy.float32(correction), numpy.float32(epsilon), numpy.float32(-step_size))
     flats = [_flat(tensor) for tensor in (parameter, gradient, average, average_square)]
@@ -202,7 +202,7 @@ def is_bit_identical() -> bool:
         parameter.grad = torch.randn(1000, generator=generator)
         own = parameter.detach().clone()
         state = torch.zeros(1000), torch.zeros(1000)
-        optimizer = torch.optim.Adam([parameter], foreach=False, fused=False, **options)  # type: ignore[arg-type]
+        optimizer = torch.optim.Adam([parameter], foreach=False, fused=False, **options)
         for step in (1, 2):
             optimizer.step()
             beta1, beta2 = optimizer.defaults["betas"]

@@ -99,6 +99,9 @@ def distinct(typing_context: Any, array: Any) -> Any:
         identity = ir.InlineAsm(ir.FunctionType(pointer, [pointer]), "", "=r,0")
         # llvmlite has no return attributes; the calling convention stands where they go.
         view.data = builder.call(identity, [view.data], cconv="ccc noalias")
+        # Handed out once more: memory that nobody else had seen would be taken for private, and stores to it dropped.
+        seen = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [pointer]), "", "r,~{memory}", side_effect=True)
+        builder.call(seen, [view.data])
         return impl_ret_borrowed(context, builder, signature.return_type, view._getvalue())
 
     return signature, generate
