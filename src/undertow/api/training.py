@@ -9,14 +9,21 @@ are held and the optimizer steps at the end; the plan counts them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from undertow.api.budget_planning import Terms, held_bytes, make_budget_planner, parse_costs, plan_for_budget
+from undertow.api.budget_planning import (
+    CostSource,
+    Terms,
+    held_bytes,
+    make_budget_planner,
+    parse_costs,
+    plan_for_budget,
+)
 from undertow.api.budgets import parse_budget
 from undertow.api.calls import check_call, check_optimizer
 from undertow.api.planning import derive
@@ -24,10 +31,11 @@ from undertow.autodiff.training import add_updates
 from undertow.capture.capture import capture
 from undertow.capture.origins import place_of
 from undertow.errors import CallError
-from undertow.ir import Gradient, Plan, Program
+from undertow.ir import Gradient, Node, Plan, Program
+from undertow.ir.cost import Cost
 from undertow.ir.structure import Slot
 from undertow.ops.tables import make_plan
-from undertow.ops.updates import DeliverGradient, StepAfterwards, UpdateParameter, is_separable
+from undertow.ops.updates import UPDATES, DeliverGradient, StepAfterwards, UpdateParameter, is_separable
 from undertow.planner.curve import Curve
 from undertow.report.plan_summary import explain
 from undertow.runtime.planned import Runner, differentiable_outputs
@@ -47,13 +55,14 @@ def train_step(
     clip_norm: float | None = None,
     accumulate: int = 1,
     strict: bool = False,
-    costs: str = "measured",
+    costs: str | Mapping[str, tuple[int, int]] = "measured",
     time_limit_s: float = math.inf,
 ) -> TrainStep:
     """A callable that trains: `step(*args, *targets, **kwargs)` returns the loss, and the parameters are updated.
 
     The loss is `loss(model(*args, **kwargs), *targets)`, or the model's own `.loss` where `loss` is None. `clip_norm`
     clips all gradients to that norm; `accumulate` updates at every so many calls, with the sum of their gradients.
+    `costs` may be the `costs` of another step: the same ones give the same plan.
     """
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
@@ -64,7 +73,9 @@ def train_step(
     if clip_norm is not None and not clip_norm > 0:
         raise CallError(f"clip_norm must be more than 0, got {clip_norm!r}")
     budget_bytes = None if budget is None else parse_budget(budget)
-    terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s)
+    table = {} if isinstance(costs, str) else {key: Cost(*cost) for key, cost in costs.items()}
+    source = parse_costs(costs) if isinstance(costs, str) else CostSource.MEASURED
+    terms = Terms(budget_bytes, optimizer, source, time_limit_s, table)
     step = make_step(model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict)
     step.prepare((*args, *targets), kwargs or {})
     return step
@@ -122,6 +133,11 @@ class TrainStep:
         """The plan of the step that was last captured or run."""
         return self._runner.plan
 
+    @property
+    def costs(self) -> dict[str, tuple[int, int]]:
+        """What the plans were made from: nanoseconds and bytes of workspace of each measured operation."""
+        return {key: (cost.duration_ns, cost.workspace_bytes) for key, cost in self._terms.table.items()}
+
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture and plan the step for such arguments; runs nothing."""
         with torch.enable_grad():
@@ -133,6 +149,11 @@ class TrainStep:
         if self.optimizer is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules ask for it
         return loss
+
+    def walk(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Node, list[Any]]]:
+        """Run a step one operation at a time, giving each with its outputs; no update is made."""
+        with torch.enable_grad():
+            yield from self._runner.walk(args, kwargs, lambda node: not isinstance(node.target, UPDATES))
 
     def drop_gradients(self) -> None:
         """Without an optimizer gradients stay with their parameters, and the next call would add to them."""
