@@ -171,9 +171,15 @@ def report_command(
     is_json: JsonOption = False,
 ) -> int:
     """What a run did: its curves, its plan, predicted beside measured."""
-    from undertow.cli.workloads import load_report
+    from undertow.cli.loading import running
+    from undertow.cli.workloads import load_trained
+    from undertow.train.folder import RunFolder
+    from undertow.train.report import make_report
 
-    report = load_report(run)
+    trained = load_trained(run)
+    with running(f"planning the step of {run} again"):
+        metrics = RunFolder(Path(run)).read_metrics()
+        report = make_report(trained.config, trained.model, trained.checkpoint, metrics)
     if is_html:
         path = str(Path(run) / "report.html")
         write_page(path, report.to_html())
