@@ -96,12 +96,24 @@ class StepAfterwards:
 
     @property
     def workspace_bytes(self) -> int:
-        """Two temporaries of the largest parameter: Adam makes a denominator and its square root."""
-        sizes = [parameter.nbytes for group in self.optimizer.param_groups for parameter in group["params"]]
-        return 2 * max(sizes)
+        """The temporaries of the parameter whose update takes most; parameters are updated one after the other."""
+        return max(
+            num_temporaries(self.optimizer, group) * parameter.nbytes
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def __str__(self) -> str:
         return f"step_{type(self.optimizer).__name__.lower()}"
+
+
+def num_temporaries(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    """How many tensors of a parameter's size an update makes and drops, read off torch.optim's loops over tensors."""
+    decayed = 1 if group.get("weight_decay") else 0  # the gradient with the decay added
+    if type(optimizer) is torch.optim.SGD:
+        return decayed + (1 if group["nesterov"] else 0)
+    # Adam's denominator and its square root; AdamW decays the parameter itself. Others are taken to be like Adam.
+    return 2 + (0 if group.get("decoupled_weight_decay") else decayed)
 
 
 UPDATES = (UpdateParameter, DeliverGradient, StepAfterwards)

@@ -86,6 +86,7 @@ class Run:
         self.optimizer = make_optimizer(config, workload.model)
         self.budget_bytes = None if config.budget is None else parse_budget(config.budget)
         self.feed = Feed(workload.train_loader, config.seed)
+        self.test_feed = Feed(workload.test_loader, config.seed)
         self.evaluator = Evaluator(workload.model, config.loss, workload.is_sequence)
         self.place = Place()
         self.step: TrainStep | None = None
@@ -126,7 +127,10 @@ class Run:
         """Check model and data, and plan the step: whatever can be refused is refused before there is a folder."""
         if not self.batches_per_epoch:
             raise DataError(f"an epoch has {len(self.feed)} batches, an update takes {self.config.accumulate}")
-        check_workload(self.workload, self.evaluator)
+        batch = next(self.test_feed.batches(0, 0), None)
+        if batch is None:
+            raise DataError("there are no test examples")
+        check_workload(self.workload, self.evaluator, batch)
         if not self.place.stopped:
             self._plan(*next(self.feed.batches(self.place.epoch, 0)))
 
@@ -247,7 +251,7 @@ class Run:
     def _evaluate(self) -> None:
         place = self.place
         start = time.perf_counter()
-        found = self.evaluator.evaluate(self.workload.test_loader)
+        found = self.evaluator.evaluate(self.test_feed.batches(0, 0))
         place.seconds += time.perf_counter() - start
         place.test_loss, place.test_accuracy = found.loss, found.accuracy
         mean = place.loss_sum * self.config.accumulate / place.batch

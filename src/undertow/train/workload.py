@@ -12,7 +12,7 @@ from undertow.data.examples import Examples, Source
 from undertow.data.preparation import Preparation
 from undertow.errors import DataError
 from undertow.train.evaluation import Evaluator
-from undertow.train.feeding import check_batch, make_test_loader, make_train_loader
+from undertow.train.feeding import make_test_loader, make_train_loader
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,9 @@ def make_workload(model: torch.nn.Module, source: Source, batch: int) -> Workloa
     return Workload(model, *loaders, source.preparation, source.classes)
 
 
-def check_workload(workload: Workload, evaluator: Evaluator) -> None:
+def check_workload(workload: Workload, evaluator: Evaluator, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Run the model once, and raise DataError if a label is no class of it."""
-    inputs, _ = check_batch(next(iter(workload.test_loader)))
-    outputs = evaluator.predict(inputs)
+    outputs = evaluator.predict(batch[0])
     for loader, what in ((workload.train_loader, "training data"), (workload.test_loader, "test data")):
         examples = getattr(loader, "dataset", None)
         if isinstance(examples, Examples):
