@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from undertow.cli.exits import CHECK_FAILED, DONE, INTERRUPTED, WRONG_CALL, exit_code
+from undertow.cli.exits import CHECK_FAILED, DONE, WRONG_CALL, exit_code
 from undertow.cli.printing import print_data, print_result, report_error, write_page
 from undertow.cli.run_commands import add_run_commands
 from undertow.errors import GradientCheckFailed, InfeasibleBudget, UndertowError
@@ -66,9 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UndertowError as error:
         report_error(str(error), "--json" in words)
         return exit_code(error)
-    except (typer.Abort, KeyboardInterrupt):
-        report_error("stopped at once", "--json" in words)
-        return INTERRUPTED
 
 
 @app.command("inspect")

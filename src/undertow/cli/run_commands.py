@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from undertow.cli.exits import DONE, INTERRUPTED
-from undertow.cli.printing import print_data, print_result, write_page
+from undertow.cli.printing import print_data, print_result, report_error, write_page
 from undertow.errors import CallError
 from undertow.train.config import TrainConfig, check_resumed, make_config, read_config_file
 
@@ -79,7 +79,11 @@ def train_command(
 
         before = RunFolder(Path(resume)).read_config()
         settings = check_resumed(before, {**from_file, **named}, Path(resume))
-    result = _train(settings, resume is not None)
+    try:
+        result = _train(settings, resume is not None)
+    except KeyboardInterrupt:
+        report_error("stopped at once; the last checkpoint is kept", is_json)
+        return INTERRUPTED
     print_result(result, is_json)
     return INTERRUPTED if result.place.stopped == "interrupted" else DONE
 

@@ -43,9 +43,9 @@ def tensor_bytes(tensor: torch.Tensor) -> Any:
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The sha256 of names, types, shapes and elements."""
+    """The sha256 of names, types, shapes and elements, in the order of the names."""
     digest = hashlib.sha256()
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {DTYPES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}\n".encode())
         digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
