@@ -425,3 +425,19 @@ def test_an_order_can_be_taken_up_anywhere():
     for first in range(len(whole)):
         assert [targets.tolist() for _, targets in feed.batches(2, first)] == whole[first:]
     assert [targets.tolist() for _, targets in feed.batches(1, 0)] != whole
+
+
+def test_the_page_of_a_run_with_a_hostile_name(capsys, folder):
+    name = "<script>alert(1)</script>"
+    (folder / f"{name.replace('/', '')}.npz").write_bytes((folder / "data.npz").read_bytes())
+    words = ["--data", f"{name.replace('/', '')}.npz", "--out", "a", "--max-steps", "2"]
+    assert run(capsys, *PLAN[:2], *words)[0] == 0
+    assert run(capsys, "report", "a", "--html")[0] == 0
+    page = Path("a/report.html").read_text()
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page
+
+
+def test_the_page_tells_the_passes_apart(capsys):
+    train(capsys, "--out", "a", "--budget", "200KiB")
+    code, out, _ = run(capsys, "report", "a", "--json")
+    assert code == 0 and json.loads(out)["plan"]["peak"]["parts"]["kept activations"] > 0

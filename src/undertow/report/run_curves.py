@@ -22,6 +22,7 @@ from undertow.report.page_tables import table
 
 HEIGHT = 320
 MAX_POINTS = 400
+MAX_RATIO = 1.5
 
 Points = Sequence[tuple[float, float]]
 
@@ -43,13 +44,16 @@ def draw_run_curve(title: str, quiet: Points, marked: Points, is_share: bool = F
     shown = [*quiet, *marked]
     right = max(x for x, _ in shown)
     low, high = min(y for _, y in shown), max(y for _, y in shown)
+    if quiet:
+        # A first evaluation far off would flatten all else; such points lie on the upper edge and say what they are.
+        high = min(high, MAX_RATIO * max(y for _, y in quiet))
     margin = (high - low) * 0.06 or 0.05 * max(abs(high), 1.0)
     low, high = low - margin, high + margin
     floor = HEIGHT - BOTTOM
 
     def place(point: tuple[float, float]) -> str:
         x = LEFT + (WIDTH - LEFT - RIGHT) * point[0] / max(right, 1)
-        return f"{x:.1f} {floor - (floor - TOP) * (point[1] - low) / (high - low):.1f}"
+        return f"{x:.1f} {floor - (floor - TOP) * (min(point[1], high) - low) / (high - low):.1f}"
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{title} over steps</title>']
     for tick in number_ticks(high, 5, low):

@@ -39,6 +39,7 @@ class RunView:
     config: Sequence[tuple[str, str]]
     environment: Sequence[tuple[str, str]]
     measured: Measured | None
+    process_bytes: int | None
 
 
 def render_run_page(view: RunView, plan: Plan) -> str:
@@ -57,7 +58,7 @@ def render_run_page(view: RunView, plan: Plan) -> str:
         f"{escape(view.verdict)}</p>{tile_list(tiles)}</header>\n",
         _curves(view),
         memory_section(plan, timeline, picture),
-        section("Predicted and measured", measured_table(plan, view.measured, None)),
+        section("Predicted and measured", measured_table(plan, view.measured, view.process_bytes)),
         section("At the peak", peak_table(plan, decisions.peak), largest_table(decisions.peak)),
         section("What was decided, layer by layer", layers_table(decisions), *decision_tables(decisions)),
         section("What was asked for", environment_table(view.config)),

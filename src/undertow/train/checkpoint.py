@@ -38,6 +38,7 @@ class Place:
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
     measured_step_s: float | None = None
+    process_peak_bytes: int | None = None
     seconds: float = 0.0
     stopped: str = ""  # why the run ended; empty while it has not
 

@@ -76,6 +76,7 @@ class RunReport:
             config=[(name, str(value)) for name, value in self.config.to_dict().items() if value is not None],
             environment=[(name, str(value)) for name, value in self.about["environment"].items()],
             measured=measured,
+            process_bytes=place.process_peak_bytes,
         )
         return render_run_page(view, self.plan)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from undertow.api.budgets import parse_budget
+from undertow.api.reports import process_peak_bytes
 from undertow.api.training import TrainStep, train_step
 from undertow.errors import DataError
 from undertow.runtime.measure import measure_call
@@ -274,6 +275,7 @@ class Run:
         """Records first: a checkpoint counts on the lines before it."""
         assert self._records is not None
         self._records.flush()
+        self.place.process_peak_bytes = process_peak_bytes()
         tensors = collect_tensors(self.workload.model, self.optimizer)
         save_checkpoint(self.folder.checkpoint_path, Checkpoint(tensors, self.place, self._about, self._costs))
 
