@@ -94,10 +94,10 @@ class Live(Display):
 
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             TextColumn("step {task.completed}/{task.total}"),
             TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} examples/s"),
+            TextColumn("{task.fields[rate]}/s"),
             TextColumn("{task.fields[peak]}"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
