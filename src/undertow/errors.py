@@ -4,6 +4,9 @@ UndertowError
 ├── CaptureError            the model or function cannot be recorded faithfully; names the line
 │   └── TooManyOutcomes     branches on tensor values took more outcomes than are kept
 ├── CallError (TypeError)   a call to Undertow itself is wrong; names the argument
+├── DataError               a file of data or weights is missing, damaged, or refused; names the file and the place
+├── FolderError             a run's folder cannot be read or written; says what of the run survives
+├── NotFinite               the loss is no number any more; names the operation that produced the first such value
 ├── InfeasibleBudget        no plan fits the budget; says the least that does, and the ways out
 ├── ProgramError            a Program is malformed; a defect in Undertow
 ├── PlanError               a Plan is unsound; a defect in Undertow, or a Plan from elsewhere
@@ -30,6 +33,18 @@ class TooManyOutcomes(CaptureError):
 
 class CallError(UndertowError, TypeError):
     """A call to Undertow itself is wrong."""
+
+
+class DataError(UndertowError):
+    """A file of data or weights is missing, damaged, or refused."""
+
+
+class FolderError(UndertowError):
+    """A run's folder cannot be read or written."""
+
+
+class NotFinite(UndertowError):
+    """The loss is infinite or not a number."""
 
 
 class InfeasibleBudget(UndertowError):

@@ -1,7 +1,8 @@
-"""Every Python block of the README and the docs runs, and prints what the page says.
+"""Every Python block of the README and the docs runs, and prints what the page says; so does every command.
 
-The blocks of a page run in order, in one namespace, in an empty folder beside the repository's `benchmarks`. The `text`
-block that directly follows a Python block is its output; `text no-compare` marks one that no two runs share, such as
+The blocks of a page run in order, in one namespace, in an empty folder beside the repository's `benchmarks`. A `sh`
+block holds calls of `undertow`, one per line, which succeed. The `text` block that directly follows a block is its
+output; `text no-compare` marks one that no two runs share, such as
 times. A block marked `python in FILE` does not run but is quoted from that file. What a page writes under `docs` must
 be the file that the repository holds. Lines are numbered as in the page, so that a printed `page.md:12` is where the
 reader finds it.
@@ -17,6 +18,7 @@ import io
 import itertools
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from undertow.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,8 +37,9 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 @dataclass
 class Block:
-    """A Python block, the line its code starts at, and the place of the output that follows it, if one does."""
+    """A block, the line its code starts at, and the place of the output that follows it, if one does."""
 
+    kind: str
     code: str
     line: int
     output: re.Match[str] | None
@@ -48,7 +53,7 @@ def blocks_of(page: str) -> list[Block]:
     fences = list(FENCE.finditer(page))
     found = []
     for fence, following in itertools.pairwise([*fences, None]):
-        if fence["kind"] != "python":
+        if fence["kind"] not in ("python", "sh"):
             continue
         is_output = (
             following is not None
@@ -56,7 +61,7 @@ def blocks_of(page: str) -> list[Block]:
             and not page[fence.end() : following.start()].strip()
         )
         line = page.count("\n", 0, fence.start("body")) + 1
-        found.append(Block(fence["body"], line, following if is_output else None))
+        found.append(Block(fence["kind"], fence["body"], line, following if is_output else None))
     return found
 
 
@@ -65,9 +70,13 @@ def run(blocks: list[Block], page: Path) -> Iterator[str]:
     namespace = {"__name__": "__main__"}
     for block in blocks:
         printed = io.StringIO()
-        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
         with contextlib.redirect_stdout(printed):
-            exec(code, namespace)
+            if block.kind == "sh":
+                for line in block.code.splitlines():
+                    command, *words = shlex.split(line)
+                    assert command == "undertow" and main(words) == 0, line
+            else:
+                exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
         yield "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
 
 

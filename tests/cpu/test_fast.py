@@ -74,6 +74,7 @@ def test_gradients_are_near_eagers(name):
 def test_the_bits_are_the_same_at_every_budget(name):
     model, args, kwargs, targets, loss = make(name)
     seen = []
+    most = least = 0
     buffers = {key: item.clone() for key, item in model.named_buffers()}
     for share in (None, 1.0, 0.5, 0.0):
         budget = None if share is None else int(least + share * (most - least))

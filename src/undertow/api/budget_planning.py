@@ -43,13 +43,17 @@ class Numerics(StrEnum):
 
 @dataclass(frozen=True)
 class Terms:
-    """What a plan is to keep to. Without a budget nothing is searched and nothing is measured."""
+    """What a plan is to keep to. Without a budget nothing is searched and nothing is measured.
+
+    `table` holds the measured costs that plans were made from; those that are in it beforehand are not measured again.
+    """
 
     budget_bytes: int | None = None
     optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
     costs: CostSource = CostSource.MEASURED
     time_limit_s: float = math.inf
     numerics: Numerics = Numerics.EXACT
+    table: dict[str, Cost] = field(default_factory=dict, repr=False, compare=False)
 
 
 def parse_numerics(numerics: str) -> Numerics:
@@ -102,7 +106,7 @@ def make_budget_planner(program: Program, held: Mapping[str, int], terms: Terms)
     alternatives = find_alternatives(program)
     nodes = [*program.nodes, *(alternative.node for alternative in alternatives)]
     nodes += [part for node in program.nodes if isinstance(node.target, StepAfterwards) for part in node.target.parts()]
-    cost_of = _cost_table(nodes, terms.costs)
+    cost_of = _cost_table(nodes, terms)
     return make_planner(
         program,
         alternatives,
@@ -113,19 +117,23 @@ def make_budget_planner(program: Program, held: Mapping[str, int], terms: Terms)
     )
 
 
-def measured_costs(nodes: Sequence[Node]) -> Callable[[Node], Cost]:
-    """The measured cost of nodes such as these."""
-    return _cost_table(list(nodes), CostSource.MEASURED)
+def measured_costs(terms: Terms, nodes: Sequence[Node]) -> Callable[[Node], Cost]:
+    """The measured cost of nodes such as these; kernels are chosen by it whatever the plan is made from."""
+    return _cost_table(list(nodes), replace(terms, costs=CostSource.MEASURED))
 
 
-def _cost_table(nodes: list[Node], costs: CostSource) -> Callable[[Node], Cost]:
-    known: dict[str, Cost] = {}
-    if costs is CostSource.MEASURED:
+def _cost_table(nodes: list[Node], terms: Terms) -> Callable[[Node], Cost]:
+    known = terms.table
+    if terms.costs is CostSource.MEASURED:
         device = next((value.tensor_type.device for node in nodes for value in node.kept_outputs), torch.device("cpu"))
         path = cache_path(device)
-        known = load_costs(path)
+        cached = load_costs(path)
+        given = dict(known)
+        keys = {signature(node) for node in nodes}
+        known.update({key: cached[key] for key in keys if key in cached and key not in given})
+        # A given table may come from another machine: what is kept for this one is what was measured here.
         if measure_costs(nodes, known):
-            save_costs(path, known)
+            save_costs(path, cached | {key: cost for key, cost in known.items() if key not in given})
     modelled: dict[str, Cost] = {}
 
     def cost_of(node: Node) -> Cost:

@@ -84,18 +84,17 @@ class RunnerMaker:
 
     def plan_step(self, module: torch.nn.Module, program: Program, pattern: Pattern) -> Plan:
         """The plan for gradients from the outputs marked in `pattern`."""
-        program = derive(program, pattern, self.terms.numerics, is_strict=self.is_strict)
+        program = derive(program, pattern, self.terms, is_strict=self.is_strict)
         held = held_bytes(module, program, self.terms.optimizer)
         if self.terms.budget_bytes is None:
             return make_plan(program, held=held, notes=notes_of(program), explainer=explain)
         return plan_for_budget(program, held, self.terms)
 
 
-def derive(
-    program: Program, pattern: Pattern, numerics: Numerics = Numerics.EXACT, *, is_strict: bool = False
-) -> Program:
-    """The Program with the backward pass from the outputs marked in `pattern`, by the kernels that `numerics` allows."""
-    if numerics is not Numerics.EXACT:
+def derive(program: Program, pattern: Pattern, terms: Terms | None = None, *, is_strict: bool = False) -> Program:
+    """The Program with the backward pass from the outputs marked in `pattern`, by the kernels that `terms` allow."""
+    is_exact = terms is None or terms.numerics is Numerics.EXACT
+    if not is_exact:
         program = use_channels_last(program)
     if any(pattern):
         carriers = [program.outputs[place] for place in differentiable_outputs(program)]
@@ -103,6 +102,6 @@ def derive(
         wanted = [item.value for item in program.inputs if item.value in program.differentiable]
         program = forget_shape_only_reads(differentiate(program, outputs, wanted, is_strict=is_strict))
     program = remove_unused(program)
-    if numerics is not Numerics.EXACT:
-        program = lay_out_gradients(choose_kernels(program, measured_costs))
+    if terms is not None and not is_exact:
+        program = lay_out_gradients(choose_kernels(program, partial(measured_costs, terms)))
     return compact_oversized(program)

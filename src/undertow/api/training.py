@@ -9,7 +9,7 @@ are held and the optimizer steps at the end; the plan counts them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from undertow.api.budget_planning import (
+    CostSource,
     Terms,
     held_bytes,
     make_budget_planner,
@@ -33,10 +34,11 @@ from undertow.autodiff.training import add_updates
 from undertow.capture.capture import capture
 from undertow.capture.origins import place_of
 from undertow.errors import CallError
-from undertow.ir import Gradient, Plan, Program
+from undertow.ir import Gradient, Node, Plan, Program
+from undertow.ir.cost import Cost
 from undertow.ir.structure import Slot
 from undertow.ops.tables import make_plan
-from undertow.ops.updates import DeliverGradient, StepAfterwards, UpdateParameter, is_separable
+from undertow.ops.updates import UPDATES, DeliverGradient, StepAfterwards, UpdateParameter, is_separable
 from undertow.planner.curve import Curve
 from undertow.report.plan_summary import explain
 from undertow.runtime.planned import Runner, differentiable_outputs
@@ -57,13 +59,14 @@ def train_step(
     accumulate: int = 1,
     numerics: str = "exact",
     strict: bool = False,
-    costs: str = "measured",
+    costs: str | Mapping[str, tuple[int, int]] = "measured",
     time_limit_s: float = math.inf,
 ) -> TrainStep:
     """A callable that trains: `step(*args, *targets, **kwargs)` returns the loss, and the parameters are updated.
 
     The loss is `loss(model(*args, **kwargs), *targets)`, or the model's own `.loss` where `loss` is None. `clip_norm`
     clips all gradients to that norm; `accumulate` updates at every so many calls, with the sum of their gradients.
+    `costs` may be the `costs` of another step: the same ones give the same plan.
     """
     check_call(model, args, kwargs)
     check_training(model, optimizer, loss, targets)
@@ -74,7 +77,9 @@ def train_step(
     if optimizer is None and (clip_norm is not None or accumulate > 1):
         raise CallError("clip_norm and accumulate say how the optimizer steps; give optimizer= as well")
     budget_bytes = None if budget is None else parse_budget(budget)
-    terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s, parse_numerics(numerics))
+    table = {} if isinstance(costs, str) else {key: Cost(*cost) for key, cost in costs.items()}
+    source = parse_costs(costs) if isinstance(costs, str) else CostSource.MEASURED
+    terms = Terms(budget_bytes, optimizer, source, time_limit_s, parse_numerics(numerics), table)
     step = make_step(model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict)
     step.prepare((*args, *targets), kwargs or {})
     return step
@@ -136,6 +141,11 @@ class TrainStep:
         """The plan of the step that was last prepared or run; a call that was refused leaves it as it was."""
         return self._runner.plan
 
+    @property
+    def costs(self) -> dict[str, tuple[int, int]]:
+        """What the plans were made from: nanoseconds and bytes of workspace of each measured operation."""
+        return {key: (cost.duration_ns, cost.workspace_bytes) for key, cost in self._terms.table.items()}
+
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture and plan the step for such arguments; runs nothing."""
         with torch.enable_grad():
@@ -167,6 +177,11 @@ class TrainStep:
                     f"parameter {name} has a .grad from elsewhere, to which this step would not add; call "
                     f"zero_grad() first, or accumulate with train_step(accumulate=)"
                 )
+
+    def walk(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Node, list[Any]]]:
+        """Run a step one operation at a time, giving each with its outputs; no update is made."""
+        with torch.enable_grad():
+            yield from self._runner.walk(args, kwargs, lambda node: not isinstance(node.target, UPDATES))
 
     def drop_gradients(self) -> None:
         """Without an optimizer gradients stay with their parameters, and the next call would add to them."""
@@ -225,7 +240,7 @@ class TrainStep:
         """The whole step as one Program, and what it holds throughout."""
         places = differentiable_outputs(program)
         pattern = tuple(place == 0 for place in places)
-        program = derive(program, pattern, self._terms.numerics, is_strict=self._is_strict)
+        program = derive(program, pattern, self._terms, is_strict=self._is_strict)
         program = add_updates(program, self._update_of, self._is_consumed, self._at_end)
         held = held_bytes(self.model, program, self.optimizer)
         held["gradients"] = sum(

@@ -1,13 +1,11 @@
-"""The commands. In: words. Out: text or JSON on stdout; exit code 0 done, 1 the check failed, 2 the call is wrong.
+"""The commands. In: words. Out: text or JSON on stdout, and an exit code (`exits`).
 
-A wrong call gives one line on stderr: what was wrong, where, and what to do; with `--json`, `{"error": line}`. Torch
+What goes wrong gives one line on stderr: what was wrong, where, and what to do; with `--json`, `{"error": line}`. Torch
 is imported by the commands that need it, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -17,9 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-from undertow.errors import CallError, GradientCheckFailed, InfeasibleBudget, UndertowError
-
-DONE, CHECK_FAILED, WRONG_CALL = 0, 1, 2
+from undertow.cli.exits import CHECK_FAILED, DONE, WRONG_CALL, exit_code
+from undertow.cli.printing import print_data, print_result, report_error, write_page
+from undertow.cli.run_commands import add_run_commands
+from undertow.errors import GradientCheckFailed, InfeasibleBudget, UndertowError
 
 # What every complaint about the words themselves derives from; older versions of typer take it from click.
 UsageError: Any = typer.BadParameter.__base__
@@ -62,9 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return app(words, prog_name="undertow", standalone_mode=False)
     except UsageError as error:
-        return _report(f"{error.format_message().rstrip('.')}; see undertow --help", words)
+        report_error(f"{error.format_message().rstrip('.')}; see undertow --help", "--json" in words)
+        return WRONG_CALL
     except UndertowError as error:
-        return _report(str(error), words)
+        report_error(str(error), "--json" in words)
+        return exit_code(error)
 
 
 @app.command("inspect")
@@ -83,7 +84,7 @@ def inspect_command(
     with running(f"{model} on {subject.describe_inputs()}"):
         made = _make_optimizer(optimizer, subject.model)
         result = inspect(subject.model, subject.args, subject.kwargs, optimizer=made)
-    _print(result, is_json)
+    print_result(result, is_json)
     return DONE
 
 
@@ -104,7 +105,7 @@ def check_command(
             result = check_gradients(subject.model, subject.args, subject.kwargs)
         except GradientCheckFailed as failure:
             result = failure.result
-    _print(result, is_json)
+    print_result(result, is_json)
     return DONE if result.ok else CHECK_FAILED
 
 
@@ -131,11 +132,11 @@ def plan_command(
                 subject.model, subject.args, subject.kwargs, budget=budget, optimizer=made, costs=costs
             )
         except InfeasibleBudget as refusal:
-            _report(str(refusal), ["--json"] if is_json else [])
+            report_error(str(refusal), is_json)
             return CHECK_FAILED
     if html is not None:
-        _write(html, result.to_html(f"{model} on {subject.describe_inputs()}"))
-    _print(result, is_json)
+        write_page(html, result.to_html(f"{model} on {subject.describe_inputs()}"))
+    print_result(result, is_json)
     return DONE
 
 
@@ -150,7 +151,7 @@ def solve_command(
     from undertow.api.graphs import solve
 
     result = solve(graph, peak, order=order)
-    _print(result, is_json)
+    print_result(result, is_json)
     return DONE if result.extra_time_percent is not None else CHECK_FAILED
 
 
@@ -162,7 +163,7 @@ def version_command(is_json: JsonOption = False) -> int:
         "torch": version_of("torch"),
         "python": sys.version.split()[0],
     }
-    _print_data(versions) if is_json else print(*(f"{name} {number}" for name, number in versions.items()), sep="\n")
+    print_data(versions) if is_json else print(*(f"{name} {number}" for name, number in versions.items()), sep="\n")
     return DONE
 
 
@@ -177,32 +178,4 @@ def _make_optimizer(name: OptimizerName | None, model: Any) -> Any:
     return None if name is None else makers[name.value](model.parameters())
 
 
-def _write(path: str, text: str) -> None:
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise CallError(f"--html {path}: {error.strerror}") from None
-
-
-def _print(result: Any, is_json: bool) -> None:
-    _print_data(result.to_dict()) if is_json else print(result)
-
-
-def _print_data(data: Any) -> None:
-    print(json.dumps(_finite(data), indent=2, allow_nan=False))
-
-
-def _finite(data: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for them."""
-    if isinstance(data, dict):
-        return {name: _finite(item) for name, item in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(item) for item in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def _report(message: str, words: list[str]) -> int:
-    line = " ".join(message.split())
-    print(json.dumps({"error": line}) if "--json" in words else f"undertow: {line}", file=sys.stderr)
-    return WRONG_CALL
+add_run_commands(app)

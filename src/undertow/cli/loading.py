@@ -25,7 +25,7 @@ import torch
 
 from undertow.errors import CallError, UndertowError
 from undertow.ir.structure import tensors_in
-from undertow.models import ZOO
+from undertow.models import ZOO, ZooModel
 
 _OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 _MODELS_FOLDER = os.path.join(_OWN_FOLDER, "models") + os.sep
@@ -59,9 +59,15 @@ def load(name: str, batch: int | None, inputs: list[str]) -> Subject:
     given = tuple(parse_input(text) for text in inputs)
     if ":" not in name:
         return _load_from_zoo(name, batch or 1, given)
+    module, place, attribute = resolve(name)
+    return _call_factory(module, place, attribute, batch, given)
+
+
+def resolve(name: str) -> tuple[ModuleType, str, str]:
+    """The module that `file.py:factory` or `package.module:factory` names, where it is, and the factory's name."""
     place, _, attribute = name.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    return _call_factory(module, place, attribute, batch, given)
+    return module, place, attribute
 
 
 def parse_input(text: str) -> torch.Tensor:
@@ -103,6 +109,12 @@ def _is_users(filename: str) -> bool:
 
 
 def _load_from_zoo(name: str, batch: int, given: tuple[torch.Tensor, ...]) -> Subject:
+    entry = find_in_zoo(name)
+    return Subject(entry.build(), given or entry.example_inputs(batch), {})
+
+
+def find_in_zoo(name: str) -> ZooModel:
+    """The network of that name; raises CallError with those there are."""
     if name.endswith(".py"):
         raise CallError(f"{name} names no factory: write {name}:factory, where factory() returns the model")
     if name not in ZOO:
@@ -112,7 +124,7 @@ def _load_from_zoo(name: str, batch: int, given: tuple[torch.Tensor, ...]) -> Su
             f"there is no model {name!r}: {advice} zoo has {', '.join(ZOO)}; "
             f"a model of your own is file.py:factory or package.module:factory"
         )
-    return Subject(ZOO[name].build(), given or ZOO[name].example_inputs(batch), {})
+    return ZOO[name]
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -145,24 +157,7 @@ def _import_module(name: str) -> ModuleType:
 def _call_factory(
     module: ModuleType, place: str, attribute: str, batch: int | None, given: tuple[torch.Tensor, ...]
 ) -> Subject:
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        names = [name for name, item in vars(module).items() if callable(item) and not name.startswith("_")]
-        near = difflib.get_close_matches(attribute, names, n=1)
-        advice = f"; did you mean {near[0]}?" if near else ": write a function that returns the model"
-        raise CallError(f"{place} has no function {attribute!r}{advice}")
-    if isinstance(factory, torch.nn.Module):
-        made: Any = factory
-    else:
-        with running(f"{attribute}() in {place} failed"):
-            made = factory()
-    parts = made if isinstance(made, tuple) else (made,)
-    model, args, kwargs = (*parts, *(None, None, None)[len(parts) :])[:3]
-    if not isinstance(model, torch.nn.Module) or len(parts) > 3 or not _is_call(args, kwargs):
-        raise CallError(
-            f"{attribute}() in {place} returned {_describe(made)}: "
-            f"it must return a module, (module, args) or (module, args, kwargs) with a tuple args and a dict kwargs"
-        )
+    model, args, kwargs = make_model(module, place, attribute)
     if given:
         return Subject(model, given, {})
     if args is not None:
@@ -170,6 +165,33 @@ def _call_factory(
             raise CallError(f"--batch {batch}: {attribute}() in {place} brings its own inputs; leave --batch out")
         return Subject(model, args, kwargs or {})
     return Subject(model, _example_inputs(module, place, attribute, batch or 1), {})
+
+
+def make_model(module: ModuleType, place: str, attribute: str) -> tuple[torch.nn.Module, Any, Any]:
+    """The model a factory makes, and the inputs it brings along; None where it brings none."""
+    made = call(module, place, attribute, "the model")
+    parts = made if isinstance(made, tuple) else (made,)
+    model, args, kwargs = (*parts, *(None, None, None)[len(parts) :])[:3]
+    if not isinstance(model, torch.nn.Module) or len(parts) > 3 or not _is_call(args, kwargs):
+        raise CallError(
+            f"{attribute}() in {place} returned {describe(made)}: "
+            f"it must return a module, (module, args) or (module, args, kwargs) with a tuple args and a dict kwargs"
+        )
+    return model, args, kwargs
+
+
+def call(module: ModuleType, place: str, attribute: str, what: str) -> Any:
+    """What the function of that name in a module returns; a module of torch stands for itself."""
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        names = [name for name, item in vars(module).items() if callable(item) and not name.startswith("_")]
+        near = difflib.get_close_matches(attribute, names, n=1)
+        advice = f"; did you mean {near[0]}?" if near else f": write a function that returns {what}"
+        raise CallError(f"{place} has no function {attribute!r}{advice}")
+    if isinstance(factory, torch.nn.Module):
+        return factory
+    with running(f"{attribute}() in {place} failed"):
+        return factory()
 
 
 def _example_inputs(module: ModuleType, place: str, attribute: str, batch: int) -> tuple[Any, ...]:
@@ -184,7 +206,7 @@ def _example_inputs(module: ModuleType, place: str, attribute: str, batch: int) 
     if isinstance(made, torch.Tensor):
         return (made,)
     if not isinstance(made, tuple):
-        raise CallError(f"example_inputs({batch}) in {place} returned {_describe(made)}: it must return a tuple")
+        raise CallError(f"example_inputs({batch}) in {place} returned {describe(made)}: it must return a tuple")
     return made
 
 
@@ -192,7 +214,8 @@ def _is_call(args: Any, kwargs: Any) -> bool:
     return (args is None or isinstance(args, tuple)) and (kwargs is None or isinstance(kwargs, dict))
 
 
-def _describe(item: Any) -> str:
+def describe(item: Any) -> str:
+    """The type of a thing, of a tuple those of its parts."""
     if isinstance(item, tuple):
         return f"({', '.join(type(part).__name__ for part in item)})"
     return type(item).__name__

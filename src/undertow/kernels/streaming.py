@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.imputils import impl_ret_borrowed

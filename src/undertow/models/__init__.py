@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from undertow.models.alexnet import alexnet
-from undertow.models.gpt import gpt
+from undertow.models.gpt import char_gpt, gpt
 from undertow.models.lenet import lenet5, lenet300
 from undertow.models.lstm import lstm
 from undertow.models.mlp import mlp
@@ -31,6 +31,7 @@ __all__ = [
     "ZOO",
     "ZooModel",
     "alexnet",
+    "char_gpt",
     "gpt",
     "lenet300",
     "lenet5",
@@ -91,6 +92,7 @@ ZOO = {
         ZooModel("unet", unet, normal(1, 256, 256), classes(2, 256, 256)),
         # A quarter of the context, so that a step of a few sequences takes seconds on a CPU.
         ZooModel("gpt", gpt, classes(50257, 256), classes(50257, 256), token_loss),
+        ZooModel("char_gpt", char_gpt, classes(65, 64), classes(65, 64), token_loss),
         # 35 steps, the length to which Zaremba et al. unroll.
         ZooModel("lstm", lstm, classes(10000, 35), classes(10000, 35), token_loss),
     )
@@ -124,6 +126,13 @@ SMALL = {
             partial(gpt, num_layers=2, num_heads=4, width=64, vocabulary=97, context=32),
             classes(97, 24),
             classes(97, 24),
+            token_loss,
+        ),
+        ZooModel(
+            "char_gpt",
+            partial(char_gpt, vocabulary=17, context=16, num_layers=1, width=32),
+            classes(17, 16),
+            classes(17, 16),
             token_loss,
         ),
         ZooModel("lstm", partial(lstm, vocabulary=97, width=32), classes(97, 12), classes(97, 12), token_loss),

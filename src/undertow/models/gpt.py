@@ -93,3 +93,10 @@ def gpt(
     if num_heads < 1 or width % num_heads:
         raise ValueError(f"gpt: width has to be a multiple of num_heads, but {width} is not one of {num_heads}")
     return GPT(num_layers, num_heads, width, vocabulary, context, dropout)
+
+
+def char_gpt(
+    vocabulary: int = 65, context: int = 64, num_layers: int = 4, width: int = 128, dropout: float = 0.1
+) -> GPT:
+    """A GPT for single characters that trains on a CPU; 65 characters are those of the usual Shakespeare sample."""
+    return gpt(num_layers, 4, width, vocabulary, context, dropout)

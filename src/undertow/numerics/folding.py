@@ -1,4 +1,4 @@
-"""`fold_activations`: a ReLU, and the sum before it, become part of the operation that feeds them; so does its backward.
+"""`fold_activations`: a ReLU, and the sum before it, become part of what feeds them; so does its backward.
 
 In: a Program of which `choose_kernels` has chosen the kernels. Out: the same with fewer passes over memory. Only where
 nothing else reads what is then not made.

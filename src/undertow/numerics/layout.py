@@ -103,7 +103,7 @@ class _Rewriter:
         )
 
     def _relay(self, node: Node) -> None:
-        """Run the node on channels_last arguments; images smaller than the result are broadcast and stay as they are."""
+        """Run the node on channels_last arguments; smaller images are broadcast and stay as they are."""
         result = next(value for value in node.outputs if value is not None and _is_image(value))
         is_pointwise = node.target not in _KEEPING
         weight = node.args[1] if node.target is aten.convolution.default else None

@@ -29,11 +29,12 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     y = torch.empty_like(x)
     mean, inverse_std = x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
-    new = [item.clone() for item in (running_mean, running_var) if item is not None]
-    statistics = new or (None, None)
+    new_mean, new_var = (None if item is None else item.clone() for item in (running_mean, running_var))
     rows, out, other = rows_of(x), rows_of(y), _rows(residual)
-    batch_norm_forward(rows, weight, bias, *statistics, momentum, epsilon, other, has_relu, out, mean, inverse_std)
-    return (y, mean, inverse_std, *new)
+    batch_norm_forward(
+        rows, weight, bias, new_mean, new_var, momentum, epsilon, other, has_relu, out, mean, inverse_std
+    )
+    return (y, mean, inverse_std, *(item for item in (new_mean, new_var) if item is not None))
 
 
 def _evaluate(

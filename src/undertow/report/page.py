@@ -63,26 +63,27 @@ def render_page(
     picture = make_picture(timeline)
     sections = [
         _header(plan, title, decisions),
-        _memory_section(plan, timeline, picture),
-        _section("At the peak", peak_table(plan, decisions.peak), largest_table(decisions.peak)),
-        _section("What was decided, layer by layer", layers_table(decisions), *decision_tables(decisions)),
+        memory_section(plan, timeline, picture),
+        section("At the peak", peak_table(plan, decisions.peak), largest_table(decisions.peak)),
+        section("What was decided, layer by layer", layers_table(decisions), *decision_tables(decisions)),
     ]
     if curve:
         point = None if measured is None else (float(measured.peak_bytes), measured.step_s * 1e6)
         figure = f'<figure><div class="scroll">{draw_curve(curve, plan, point)}</div></figure>'
-        sections.append(_section("Time and memory of other plans", figure, curve_table(curve)))
-    sections.append(_section("Predicted and measured", measured_table(plan, measured, process_bytes)))
+        sections.append(section("Time and memory of other plans", figure, curve_table(curve)))
+    sections.append(section("Predicted and measured", measured_table(plan, measured, process_bytes)))
     limits = [*cannot_see, *_without_rule(plan)]
     if limits:
         items = "".join(f"<li>{escape(line)}</li>" for line in limits)
-        sections.append(_section("What this report cannot see", f"<ul>{items}</ul>"))
-    sections.append(_section("Environment", environment_table(_environment(plan))))
-    page = _document(title, "".join(sections), _moments(plan, timeline, picture))
+        sections.append(section("What this report cannot see", f"<ul>{items}</ul>"))
+    sections.append(section("Environment", environment_table(_environment(plan))))
+    page = document(title, "".join(sections), moments_of(plan, timeline, picture))
     # A file name may hold bytes that are no text; they must not keep the page from being written.
     return page.encode("utf-8", "replace").decode("utf-8")
 
 
-def _document(title: str, body: str, moments: dict[str, Any]) -> str:
+def document(title: str, body: str, moments: dict[str, Any]) -> str:
+    """The whole page around its sections; `moments` is what the script says about the picture of memory."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     return (
@@ -101,7 +102,8 @@ def script_json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _section(title: str, *parts: str) -> str:
+def section(title: str, *parts: str) -> str:
+    """A part of the page under its title."""
     return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>\n"
 
 
@@ -121,19 +123,25 @@ def _header(plan: Plan, title: str, decisions: Decisions) -> str:
         ("Spent to hold less", format_us(total.extra_us), share),
         ("Gap to the bound", f"{plan.gap:.1%}" if plan.lower_bound_ns else "unknown", bound),
     ]
+    return (
+        f'<header><h1>{escape(title)}</h1><p class="verdict"><b class="{kind}">{mark}{escape(head.capitalize())}:</b>'
+        f"{escape(rest)}</p>{tile_list(tiles)}</header>\n"
+    )
+
+
+def tile_list(tiles: Sequence[tuple[str, str, str]]) -> str:
+    """The few numbers that matter most: a name, a value, a note."""
     cells = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in tiles
     )
-    return (
-        f'<header><h1>{escape(title)}</h1><p class="verdict"><b class="{kind}">{mark}{escape(head.capitalize())}:</b>'
-        f'{escape(rest)}</p><dl class="tiles">{cells}</dl></header>\n'
-    )
+    return f'<dl class="tiles">{cells}</dl>'
 
 
-def _memory_section(plan: Plan, timeline: Timeline, picture: Picture) -> str:
+def memory_section(plan: Plan, timeline: Timeline, picture: Picture) -> str:
+    """The picture of memory with its legend."""
     if not picture.columns:
-        return _section("Memory over the step", "<p>The plan runs no operation.</p>")
+        return section("Memory over the step", "<p>The plan runs no operation.</p>")
     largest: dict[str, int] = {}
     for band in picture.bands:
         largest[band.label] = max(largest.get(band.label, 0), *band.sizes)
@@ -146,14 +154,14 @@ def _memory_section(plan: Plan, timeline: Timeline, picture: Picture) -> str:
     if plan.budget_bytes is not None:
         note += f"The budget is {format_bytes(plan.budget_bytes)}. "
     note += "Point at a band to see what it is and why it is there; arrow keys move a cursor."
-    return _section(
+    return section(
         "Memory over the step",
         f'<p class="note">{escape(note)}</p><figure><div class="scroll">{draw_memory(plan, picture)}</div>'
         f'<ul class="legend">{legend}</ul></figure>',
     )
 
 
-def _moments(plan: Plan, timeline: Timeline, picture: Picture) -> dict[str, Any]:
+def moments_of(plan: Plan, timeline: Timeline, picture: Picture) -> dict[str, Any]:
     """What the script needs: what runs at each column, and what each band is."""
     columns = []
     for position in picture.columns:

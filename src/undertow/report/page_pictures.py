@@ -64,7 +64,7 @@ def draw_memory(plan: Plan, picture: Picture) -> str:
     if is_budget_drawn and budget is not None:
         y = floor - budget * scale
         parts.append(f'<path class="budget" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(_text(LEFT + 8, y - 6, f"budget {format_bytes(budget)}", "budget-label", "start"))
+        parts.append(svg_text(LEFT + 8, y - 6, f"budget {format_bytes(budget)}", "budget-label", "start"))
     if plan.live_bytes:
         column = picture.columns.index(plan.live_bytes.index(plan.peak_bytes))
         parts += _mark_peak(LEFT + (column + 0.5) * step, floor - plan.peak_bytes * scale, plan.peak_bytes)
@@ -133,7 +133,7 @@ def _byte_axis(top_bytes: float, floor: float, scale: float) -> Iterator[str]:
     for tick, label in byte_ticks(top_bytes):
         y = floor - tick * scale
         yield f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
-        yield _text(LEFT - 10, y + 4, label, "tick", "end")
+        yield svg_text(LEFT - 10, y + 4, label, "tick", "end")
 
 
 def _operation_axis(picture: Picture, floor: float, step: float) -> Iterator[str]:
@@ -143,12 +143,12 @@ def _operation_axis(picture: Picture, floor: float, step: float) -> Iterator[str
     for tick in number_ticks(picture.columns[-1], 8) if picture.columns else ():
         if tick == int(tick):
             x = LEFT + (bisect_left(picture.columns, tick) + 0.5) * step
-            yield _text(x, floor + 20, str(int(tick)), "tick", "middle")
-    yield _text(LEFT - 10, floor + 20, "operation", "tick", "end")
+            yield svg_text(x, floor + 20, str(int(tick)), "tick", "middle")
+    yield svg_text(LEFT - 10, floor + 20, "operation", "tick", "end")
     if picture.boundary:
-        yield _text((LEFT + middle) / 2, TOP - 14, "forward", "pass", "middle")
+        yield svg_text((LEFT + middle) / 2, TOP - 14, "forward", "pass", "middle")
     if has_backward:
-        yield _text((middle + end) / 2, TOP - 14, "backward", "pass", "middle")
+        yield svg_text((middle + end) / 2, TOP - 14, "backward", "pass", "middle")
         yield f'<path class="boundary" d="M{middle:.1f} {TOP - 24}V{floor}"/>'
 
 
@@ -156,7 +156,7 @@ def _mark_peak(x: float, y: float, peak_bytes: int) -> Iterator[str]:
     yield f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
     is_right = x > WIDTH * 0.8
     anchor, dx = ("end", -9) if is_right else ("start", 9)
-    yield _text(x + dx, y - 7, f"peak {format_bytes(peak_bytes)}", "peak-label", anchor)
+    yield svg_text(x + dx, y - 7, f"peak {format_bytes(peak_bytes)}", "peak-label", anchor)
 
 
 def draw_curve(
@@ -183,17 +183,17 @@ def draw_curve(
     for tick in number_ticks(high_us, 5, low_us):
         y = place((left_bytes, tick))[1]
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(_text(LEFT - 10, y + 4, format_us(tick), "tick", "end"))
+        parts.append(svg_text(LEFT - 10, y + 4, format_us(tick), "tick", "end"))
     for tick, label in byte_ticks(right_bytes, left_bytes):
         x = place((tick, low_us))[0]
         parts.append(f'<path class="grid" d="M{x:.1f} {TOP}V{floor}"/>')
-        parts.append(_text(x, floor + 20, label, "tick", "middle"))
+        parts.append(svg_text(x, floor + 20, label, "tick", "middle"))
     if plan.budget_bytes is not None and left_bytes <= plan.budget_bytes <= right_bytes:
         x = place((plan.budget_bytes, low_us))[0]
         parts.append(f'<path class="budget" d="M{x:.1f} {TOP}V{floor}"/>')
-        parts.append(_text(x + 6, TOP + 12, "budget", "budget-label", "start"))
-    parts.append(_text(LEFT - 10, TOP - 14, "time of a step", "tick", "start"))
-    parts.append(_text(WIDTH - RIGHT, floor + 38, "peak memory", "tick", "end"))
+        parts.append(svg_text(x + 6, TOP + 12, "budget", "budget-label", "start"))
+    parts.append(svg_text(LEFT - 10, TOP - 14, "time of a step", "tick", "start"))
+    parts.append(svg_text(WIDTH - RIGHT, floor + 38, "peak memory", "tick", "end"))
     line = "L".join(f"{x:.1f} {y:.1f}" for x, y in map(place, points))
     parts.append(f'<path class="line" d="M{line}"/>' if len(points) > 1 else "")
     parts += [_dot(place(point), point, "point", "") for point in points]
@@ -210,7 +210,7 @@ def _dot(at: tuple[float, float], point: tuple[float, float], kind: str, label: 
     is_right = at[0] > WIDTH * 0.85
     anchor, dx = ("end", -11) if is_right else ("start", 11)
     dy = 16 if kind == "measured" else -9
-    return dot + (_text(at[0] + dx, at[1] + dy, label, "peak-label", anchor) if label else "")
+    return dot + (svg_text(at[0] + dx, at[1] + dy, label, "peak-label", anchor) if label else "")
 
 
 def _widen(low: float, high: float) -> tuple[float, float]:
@@ -236,5 +236,6 @@ def number_ticks(high: float, count: int, low: float = 0.0) -> list[float]:
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _text(x: float, y: float, text: str, kind: str, anchor: str) -> str:
+def svg_text(x: float, y: float, text: str, kind: str, anchor: str) -> str:
+    """A piece of text in a picture, escaped."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

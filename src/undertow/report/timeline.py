@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+import torch
+
 from undertow.errors import PlanError
 from undertow.ir import InputKind, Node, Plan, Value
 from undertow.ops.lifetimes import shared_argument
 from undertow.ops.own import GENERATOR_STATE, is_view
 from undertow.ops.views import TakePart
 from undertow.report.inspection import Site
+
+aten = torch.ops.aten
 
 
 class Task(Enum):
@@ -208,6 +212,10 @@ def _find_boundary(plan: Plan, tasks: tuple[Task, ...]) -> int:
     """The position of the first operation of the backward pass; a step that is one function does not say it itself."""
     if plan.program.num_forward_nodes < len(plan.nodes):
         return plan.program.num_forward_nodes
+    # Some of a derivative may be prepared early; the backward pass proper begins with that of the loss by itself.
+    for position, node in enumerate(plan.nodes):
+        if node.target is aten.ones_like.default and not node.origin.module_path and not node.origin.location:
+            return position
     for position, (node, task) in enumerate(zip(plan.nodes, tasks, strict=True)):
         if node.origin.derived_from and task in (Task.FIRST_RUN, Task.READ_CODE):
             return position

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 from torch.autograd import forward_ad
 
 from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
-from undertow.ir import Plan, Program
+from undertow.ir import Node, Plan, Program
 from undertow.ir.structure import ATOMS, Same, fill_slots, structure_key, tensors_in
-from undertow.ops.modes import autocast_state
+from undertow.ops.interpret import run_node
+from undertow.ops.modes import autocast_state, below_autograd
 from undertow.ops.own import GuardMiss
 from undertow.ops.traced_tensor import TracedTensor
 from undertow.runtime.step import Pattern, Run, Step, attach_backward
@@ -146,6 +147,21 @@ class Runner:
                 self._num_new_states = 0
             self._last = variant
             return result
+
+    def walk(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_run: Callable[[Node], bool]
+    ) -> Iterator[tuple[Node, list[Any]]]:
+        """Run the operations of a call one by one, giving each with its outputs; buffers are not updated."""
+        variant = self.variant_for(args, kwargs)
+        tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        program = variant.step().plan.base
+        environment = {
+            item.value: variant.captured.tensor_behind(item, tensors, self._modules) for item in program.inputs
+        }
+        for node in filter(is_run, program.nodes):
+            with below_autograd():
+                run_node(node, environment)
+            yield node, [environment[value] for value in node.kept_outputs]
 
     def _lookup(self, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> list[Variant]:
         key = (structure_key(args), structure_key(kwargs), _sharing(tensors), self._state_key())

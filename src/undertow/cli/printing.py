@@ -1,0 +1,44 @@
+"""What the commands write: results on stdout, errors as one line on stderr, pages into files."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+from undertow.errors import CallError
+
+
+def print_result(result: Any, is_json: bool) -> None:
+    """A result as text, or as one JSON object."""
+    print_data(result.to_dict()) if is_json else print(result)
+
+
+def print_data(data: Any) -> None:
+    """Plain data as JSON."""
+    print(json.dumps(_finite(data), indent=2, allow_nan=False))
+
+
+def report_error(message: str, is_json: bool) -> None:
+    """One line on stderr."""
+    line = " ".join(message.split())
+    print(json.dumps({"error": line}) if is_json else f"undertow: {line}", file=sys.stderr)
+
+
+def write_page(path: str, text: str) -> None:
+    """A page as a file."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise CallError(f"--html {path}: {error.strerror}") from None
+
+
+def _finite(data: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for them."""
+    if isinstance(data, dict):
+        return {name: _finite(item) for name, item in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(item) for item in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,0 +1,193 @@
+"""The commands about runs: train, evaluate, predict, export, report.
+
+The options of `train` are the fields of `TrainConfig`, read off it; an option that is not given is None, so that a
+config file can say it instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from undertow.cli.exits import DONE, INTERRUPTED
+from undertow.cli.printing import print_data, print_result, report_error, write_page
+from undertow.errors import CallError
+from undertow.train.config import TrainConfig, check_resumed, make_config, read_config_file
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DataOption = Annotated[str | None, typer.Option(help="Other data than the run's own; as for train.")]
+
+
+def add_run_commands(app: typer.Typer) -> None:
+    """Give the command line its commands about runs."""
+    app.command("train")(_with_config_options(train_command))
+    app.command("evaluate")(evaluate_command)
+    app.command("predict")(predict_command)
+    app.command("export")(export_command)
+    app.command("report")(report_command)
+
+
+def _with_config_options(command: Any) -> Any:
+    """The command with a parameter for every field of TrainConfig, the model as its argument."""
+    hints = get_type_hints(TrainConfig)
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+    made = []
+    for item in fields(TrainConfig):
+        words = item.metadata["help"]
+        kind = hints[item.name].__args__[0] if isinstance(hints[item.name], UnionType) else hints[item.name]
+        given: Any = typer.Option(help=words)
+        if item.name == "model":
+            given = typer.Argument(metavar="MODEL", help=words, show_default=False)
+        elif item.metadata["choices"]:
+            given = typer.Option(help=f"{words} One of {', '.join(item.metadata['choices'])}.")
+        made.append(
+            inspect.Parameter(
+                item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, given]
+            )
+        )
+
+    def run(**values: Any) -> int:
+        named = {parameter.name: values.pop(parameter.name) for parameter in own}
+        return command(**named, **values)
+
+    run.__signature__ = inspect.Signature([*made, *own])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*made, *own)}
+    run.__doc__ = command.__doc__
+    return run
+
+
+def train_command(
+    *,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="TOML or YAML with the same names.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Go on with the run in this folder.")] = None,
+    is_json: JsonOption = False,
+    **given: Any,
+) -> int:
+    """Train a model within a memory budget, with the bits of eager PyTorch."""
+    named = {name: value for name, value in given.items() if value is not None}
+    from_file = {} if config is None else read_config_file(Path(config))
+    if resume is None:
+        settings = make_config({**from_file, **named}, config or "command line")
+    else:
+        from undertow.train.folder import RunFolder
+
+        before = RunFolder(Path(resume)).read_config()
+        settings = check_resumed(before, {**from_file, **named}, Path(resume))
+    try:
+        result = _train(settings, resume is not None)
+    except KeyboardInterrupt:
+        report_error("stopped at once; the last checkpoint is kept", is_json)
+        return INTERRUPTED
+    print_result(result, is_json)
+    return INTERRUPTED if result.place.stopped == "interrupted" else DONE
+
+
+def _train(settings: TrainConfig, is_resumed: bool) -> Any:
+    from undertow.cli.loading import running
+    from undertow.cli.workloads import load_workload
+    from undertow.train.folder import RunFolder, new_folder
+    from undertow.train.progress import make_display
+    from undertow.train.run import Run, use_threads_of
+
+    folder = RunFolder(Path(settings.out) if settings.out is not None else new_folder(settings))
+    if is_resumed:
+        use_threads_of(folder)
+    else:
+        folder.check_is_free()
+    workload = load_workload(settings)
+    with running(f"training {settings.model} on {settings.data}"):
+        run = Run(settings, workload, folder, make_display())
+        if folder.checkpoint_path.exists():
+            run.resume()
+        run.prepare()
+        if not is_resumed:
+            folder.create(settings)
+        return run.train()
+
+
+def evaluate_command(run: RunArgument, data: DataOption = None, is_json: JsonOption = False) -> int:
+    """Loss and accuracy of a trained model on test data."""
+    from undertow.cli.loading import running
+    from undertow.cli.workloads import load_test_batches, load_trained
+    from undertow.train.evaluation import Evaluator
+
+    trained = load_trained(run)
+    batches = load_test_batches(trained, data or trained.config.data)
+    with running(f"evaluating {run}"):
+        evaluator = Evaluator(trained.model, trained.config.loss, trained.is_sequence)
+        result = evaluator.evaluate(batches)
+    print_result(result, is_json)
+    return DONE
+
+
+def predict_command(
+    run: RunArgument,
+    inputs: Annotated[str, typer.Argument(metavar="INPUT", help="An image, a folder of images, a .npz or .txt file.")],
+    top: Annotated[int, typer.Option(help="How many classes to name.", min=1)] = 1,
+    is_json: JsonOption = False,
+) -> int:
+    """Class probabilities for new inputs."""
+    from undertow.cli.loading import running
+    from undertow.cli.workloads import load_trained
+    from undertow.train.evaluation import Evaluator
+    from undertow.train.prediction import predict
+
+    trained = load_trained(run)
+    if trained.preparation is None:
+        raise CallError(f"{run} was trained on loaders of its own, which do not say how a new input is prepared")
+    with running(f"predicting {inputs}"):
+        evaluator = Evaluator(trained.model, trained.config.loss, trained.is_sequence)
+        found = predict(evaluator.predict, trained.preparation, trained.classes, Path(inputs), top)
+    if is_json:
+        print_data([item.to_dict() for item in found])
+    else:
+        print(*found, sep="\n")
+    return DONE
+
+
+def export_command(
+    run: RunArgument,
+    weights: Annotated[str, typer.Argument(metavar="FILE.safetensors", help="Where to write them.")],
+    is_json: JsonOption = False,
+) -> int:
+    """Write a trained model's weights as plain safetensors."""
+    from undertow.train.folder import RunFolder
+    from undertow.train.weights import hash_tensors, write_tensors
+
+    if Path(weights).suffix != ".safetensors":
+        raise CallError(f"{weights}: weights are written as .safetensors")
+    found = RunFolder(Path(run)).read_checkpoint().weights()
+    write_tensors(Path(weights), found, {"format": "pt"})
+    data = {"file": weights, "tensors": len(found), "weights_sha256": hash_tensors(found)}
+    print_data(data) if is_json else print(f"{weights}: {len(found)} tensors, sha256 {data['weights_sha256']}")
+    return DONE
+
+
+def report_command(
+    run: RunArgument,
+    is_html: Annotated[bool, typer.Option("--html", help="Write the run's page, report.html in its folder.")] = False,
+    is_json: JsonOption = False,
+) -> int:
+    """What a run did: its curves, its plan, predicted beside measured."""
+    from undertow.cli.loading import running
+    from undertow.cli.workloads import load_trained
+    from undertow.train.folder import RunFolder
+    from undertow.train.report import make_report
+
+    trained = load_trained(run)
+    with running(f"planning the step of {run} again"):
+        metrics = RunFolder(Path(run)).read_metrics()
+        report = make_report(trained.config, trained.model, trained.checkpoint, metrics)
+    if is_html:
+        path = str(Path(run) / "report.html")
+        write_page(path, report.to_html())
+        print_data({"page": path}) if is_json else print(path)
+        return DONE
+    print_result(report, is_json)
+    return DONE

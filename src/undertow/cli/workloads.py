@@ -1,0 +1,114 @@
+"""From the words of a run to what is trained: the model by its name, the data by its name, each fitted to the other."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from undertow.cli.loading import call, describe, find_in_zoo, make_model, resolve
+from undertow.data.examples import Arrays
+from undertow.data.images import Images
+from undertow.data.opening import open_data
+from undertow.data.preparation import Preparation
+from undertow.errors import CallError, DataError
+from undertow.train.checkpoint import Checkpoint, load_weights
+from undertow.train.config import TrainConfig
+from undertow.train.feeding import make_test_loader
+from undertow.train.folder import RunFolder
+from undertow.train.workload import Workload, make_workload
+
+
+def load_workload(config: TrainConfig) -> Workload:
+    """The model and the data of a run. The seed is set just before the model is made."""
+    if ":" in config.data:
+        train_loader, test_loader = _make_loaders(config.data)
+        return Workload(_build(config, None, False), train_loader, test_loader)
+    source = open_data(config.data, _wanted_shape(config))
+    model = _build(config, source.classes, source.preparation.vocabulary is not None)
+    return make_workload(model, source, config.batch)
+
+
+def _make_loaders(name: str) -> tuple[Any, Any]:
+    module, place, attribute = resolve(name)
+    made = call(module, place, attribute, "a training and a test loader")
+    is_pair = isinstance(made, tuple | list) and len(made) == 2
+    if not is_pair or not all(hasattr(loader, "__iter__") and hasattr(loader, "__len__") for loader in made):
+        raise CallError(
+            f"{attribute}() in {place} returned {describe(made)}: it must return two loaders, to train and to test, "
+            f"each with a length"
+        )
+    return made[0], made[1]
+
+
+def _wanted_shape(config: TrainConfig) -> tuple[int, ...] | None:
+    """The shape of one input of the model, where the model says it."""
+    if ":" not in config.model:
+        return tuple(find_in_zoo(config.model).example_inputs(1)[0].shape[1:])
+    module, place, attribute = resolve(config.model)
+    _, args, _ = make_model(module, place, attribute)
+    if args is None and callable(getattr(module, "example_inputs", None)):
+        args = module.example_inputs(1)
+    first = args[0] if isinstance(args, Sequence) and args else args
+    return tuple(first.shape[1:]) if isinstance(first, torch.Tensor) else None
+
+
+def _build(config: TrainConfig, classes: Sequence[str] | None, is_text: bool) -> torch.nn.Module:
+    """The model; one of the zoo gets as many outputs as the data names classes."""
+    if ":" in config.model:
+        module, place, attribute = resolve(config.model)
+        torch.manual_seed(config.seed)
+        return make_model(module, place, attribute)[0]
+    build = find_in_zoo(config.model).build
+    name = "vocabulary" if is_text else "num_classes"
+    is_taken = name in inspect.signature(build).parameters
+    if is_text and not is_taken:
+        raise CallError(f"{config.model} is no language model, and {config.data} is text: try char_gpt")
+    torch.manual_seed(config.seed)
+    return build(**{name: len(classes)}) if is_taken and classes is not None else build()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that has been trained; the model has the weights of its last checkpoint."""
+
+    config: TrainConfig
+    checkpoint: Checkpoint
+    model: torch.nn.Module
+    preparation: Preparation | None
+    classes: tuple[str, ...] | None
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether it is a language model."""
+        return self.preparation is not None and self.preparation.vocabulary is not None
+
+
+def load_trained(run: str) -> Trained:
+    """A run's model, as it was after the last saved step."""
+    folder = RunFolder(Path(run))
+    config, checkpoint = folder.read_config(), folder.read_checkpoint()
+    data = checkpoint.about["data"]
+    preparation = None if data["preparation"] is None else Preparation.from_dict(data["preparation"])
+    classes = None if data["classes"] is None else tuple(data["classes"])
+    model = _build(config, classes, preparation is not None and preparation.vocabulary is not None)
+    load_weights(model, checkpoint.weights(), str(folder.checkpoint_path))
+    return Trained(config, checkpoint, model, preparation, classes)
+
+
+def load_test_batches(trained: Trained, name: str) -> Iterable[Any]:
+    """The test data called `name`, prepared as the run's own was."""
+    if ":" in name:
+        return _make_loaders(name)[1]
+    if trained.preparation is None:
+        raise CallError(f"the run was trained on loaders of its own; give --data file.py:factory, not {name}")
+    source = open_data(name, trained.preparation.shape, trained.preparation.vocabulary)
+    if source.classes is not None and trained.classes is not None and source.classes != trained.classes:
+        raise DataError(f"{name} has the classes {', '.join(source.classes)}; the run has {', '.join(trained.classes)}")
+    if isinstance(source.test, Arrays | Images):
+        source.test.preparation = replace(trained.preparation, scale=source.preparation.scale)
+    return make_test_loader(source.test, trained.config.batch)

@@ -1,0 +1,31 @@
+"""The data that is always there: 1,797 handwritten digits of 8 x 8 pixels, part of scikit-learn (Alpaydin & Kaynak,
+"Optical recognition of handwritten digits", UCI, 1998). Resized to the model's input; a fixed split, 80 to 20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from undertow.data.examples import Arrays, Source, split_fixed
+from undertow.data.preparation import fit_images
+
+SCALE = 16.0  # the largest value of a pixel
+
+
+def open_digits(wanted: Sequence[int] | None) -> Source:
+    """The digits with their labels."""
+    from sklearn.datasets import load_digits  # takes a second; only those who ask for it wait
+
+    data = load_digits()
+    images = torch.from_numpy(data.images.astype("uint8")).unsqueeze(1)
+    labels = torch.from_numpy(data.target.astype("int64"))
+    train, test = split_fixed(len(images))
+    preparation = fit_images("digits", images[train], SCALE, wanted)
+    return Source(
+        Arrays(images[train], labels[train], preparation),
+        Arrays(images[test], labels[test], preparation),
+        preparation,
+        tuple("0123456789"),
+    )

@@ -1,0 +1,75 @@
+"""What every source of data becomes: examples that are fetched by index, a batch at a time, for a DataLoader."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from undertow.data.preparation import Preparation
+from undertow.errors import DataError
+
+TEST_SHARE = 0.2
+SPLIT_SEED = 0
+
+
+class Examples(Dataset[Any]):
+    """Inputs with targets. A DataLoader asks for a whole batch at once, which is then not put together again."""
+
+    targets: torch.Tensor
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = self.__getitems__([index])
+        return inputs[0], targets[0]
+
+
+class Arrays(Examples):
+    """Examples in memory, prepared when they are fetched."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, preparation: Preparation) -> None:
+        self.inputs, self.targets, self.preparation = inputs, targets, preparation
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = torch.as_tensor(indices)
+        return self.preparation(self.inputs[chosen]), self.targets[chosen]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Training and test examples, and what it takes to read a new input in the same way.
+
+    `classes` names what the targets count; None where the data does not say.
+    """
+
+    train: Examples
+    test: Examples
+    preparation: Preparation
+    classes: tuple[str, ...] | None
+
+
+def split_fixed(num_examples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of training and test examples, 80 to 20, the same ones every time."""
+    order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(SPLIT_SEED))
+    num_test = int(num_examples * TEST_SHARE)
+    return order[num_test:], order[:num_test]
+
+
+def check_pair(what: str, num_inputs: int, num_targets: int) -> None:
+    """Raise DataError unless every input has its target, and there is one at all."""
+    if num_inputs != num_targets:
+        raise DataError(f"{what} has {num_inputs:,} inputs and {num_targets:,} targets; there must be one for each")
+    if num_inputs == 0:
+        raise DataError(f"{what} has no examples")

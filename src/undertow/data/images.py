@@ -1,0 +1,110 @@
+"""Images from files: a folder with a folder of images for each class, or single files.
+
+    data/train/cat/1.png  data/test/cat/9.png       with a split of its own (`test`, `val` or `valid`)
+    data/cat/1.png                                  or without one: then split 80 to 20
+
+Images are decoded when a batch asks for them. A file's size in pixels is checked before it is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+import torch
+from PIL import Image
+
+from undertow.data.examples import Examples, Source, split_fixed
+from undertow.data.preparation import SAMPLE_SIZE, Preparation, fit_images
+from undertow.errors import DataError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+TEST_NAMES = ("test", "val", "valid")
+MAX_PIXELS = 64 << 20
+
+
+def is_image_folder(folder: Path) -> bool:
+    """Whether there is a folder with images in it, or one with such folders."""
+    return any(_class_folders(place) for place in (folder, folder / "train"))
+
+
+def open_image_folder(folder: Path, wanted: Sequence[int] | None) -> Source:
+    """The images with their classes, which are the folders' names in order."""
+    own_test = next((folder / name for name in TEST_NAMES if _class_folders(folder / name)), None)
+    root = folder / "train" if own_test is not None and _class_folders(folder / "train") else folder
+    names = _class_folders(root)
+    paths, targets = _list(root, names)
+    if root != folder and own_test is not None:
+        if extra := set(_class_folders(own_test)) - set(names):
+            raise DataError(f"{own_test} has the classes {sorted(extra)}, which {root} has not")
+        test_paths, test_targets = _list(own_test, names)
+    else:
+        train_indices, test_indices = split_fixed(len(paths))
+        test_paths, test_targets = [paths[index] for index in test_indices], targets[test_indices]
+        paths, targets = [paths[index] for index in train_indices], targets[train_indices]
+    if not paths or not test_paths:
+        raise DataError(f"{folder} has too few images for training and test: {len(paths)} and {len(test_paths)}")
+    preparation = _fit(str(folder), paths, wanted)
+    train, test = Images(paths, targets, preparation), Images(test_paths, test_targets, preparation)
+    return Source(train, test, preparation, tuple(names))
+
+
+class Images(Examples):
+    """Image files, decoded when they are fetched."""
+
+    def __init__(self, paths: Sequence[Path], targets: torch.Tensor, preparation: Preparation) -> None:
+        self.paths, self.targets, self.preparation = paths, targets, preparation
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        images = [self.preparation(decode_image(self.paths[index])[None]) for index in indices]
+        return torch.cat(images), self.targets[torch.as_tensor(indices)]
+
+
+def decode_image(path: Path) -> torch.Tensor:
+    """The pixels as bytes (channels, height, width); one channel for grey images, three for all others."""
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise DataError(f"{path} claims {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
+            is_grey = image.mode in ("1", "L", "I;16")
+            pixels = numpy.asarray(image.convert("L" if is_grey else "RGB"))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"{path} cannot be decoded as an image: {reason}") from None
+    tensor = torch.from_numpy(pixels.copy())
+    return tensor.unsqueeze(0) if is_grey else tensor.permute(2, 0, 1)
+
+
+def list_images(folder: Path) -> list[Path]:
+    """The image files of a folder, by name."""
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+
+
+def _class_folders(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return sorted(place.name for place in folder.iterdir() if place.is_dir() and list_images(place))
+
+
+def _list(folder: Path, names: Sequence[str]) -> tuple[list[Path], torch.Tensor]:
+    found = [(path, label) for label, name in enumerate(names) for path in list_images_of(folder / name)]
+    return [path for path, _ in found], torch.tensor([label for _, label in found], dtype=torch.int64)
+
+
+def list_images_of(folder: Path) -> list[Path]:
+    """The images of a class; none where the folder is missing."""
+    return list_images(folder) if folder.is_dir() else []
+
+
+def _fit(what: str, paths: Sequence[Path], wanted: Sequence[int] | None) -> Preparation:
+    """Without a wanted shape, that of the first image. Statistics come from images at equal distances."""
+    first = decode_image(paths[0])
+    plain = Preparation(tuple(wanted) if wanted is not None else tuple(first.shape))
+    step = max(len(paths) // SAMPLE_SIZE, 1)
+    sample = [plain.resize(decode_image(path)[None].float()) for path in paths[::step][:SAMPLE_SIZE]]
+    return fit_images(what, torch.cat(sample), 255.0, plain.shape)

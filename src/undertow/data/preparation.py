@@ -1,0 +1,90 @@
+"""From stored values to what a model takes: numbers about one, in the model's number of channels and size.
+
+In: a batch as it is stored. Out: float32, (x / scale - mean) / std, resized. Plain data, so that it can be kept with a
+run and a new input be prepared in the same way years later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from undertow.errors import DataError
+
+SAMPLE_SIZE = 1024  # examples that mean and deviation are taken from
+LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """`shape` is that of one prepared example. `vocabulary` is given for text: there inputs are indices into it."""
+
+    shape: tuple[int, ...]
+    scale: float = 1.0
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    vocabulary: str | None = None
+
+    def __call__(self, stored: torch.Tensor) -> torch.Tensor:
+        """Prepare a batch."""
+        if self.vocabulary is not None:
+            return stored.long()
+        return self._normalise(self.resize(stored.float() / self.scale))
+
+    def resize(self, examples: torch.Tensor) -> torch.Tensor:
+        """Images in the wanted channels and size; anything else in the wanted shape."""
+        if len(self.shape) != 3 or examples.dim() != 4:
+            return examples.reshape(len(examples), *self.shape)
+        channels, height, width = self.shape
+        if channels == 1 and examples.shape[1] == 3:
+            weights = torch.tensor(LUMA).view(1, 3, 1, 1)
+            examples = (examples * weights).sum(1, keepdim=True)
+        elif examples.shape[1] == 1:
+            examples = examples.expand(-1, channels, -1, -1)
+        if examples.shape[-2:] == (height, width):
+            return examples
+        return functional.interpolate(examples, (height, width), mode="bilinear", align_corners=False, antialias=True)
+
+    def _normalise(self, examples: torch.Tensor) -> torch.Tensor:
+        shape = (1, -1, *(1,) * (examples.dim() - 2))
+        return (examples - torch.tensor(self.mean).view(shape)) / torch.tensor(self.std).view(shape)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**vars(self), "shape": list(self.shape), "mean": list(self.mean), "std": list(self.std)}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Preparation:
+        """What `to_dict` gave."""
+        lists = {name: tuple(data[name]) for name in ("shape", "mean", "std")}
+        return Preparation(**{**data, **lists})
+
+
+def fit_images(what: str, stored: torch.Tensor, scale: float, wanted: Sequence[int] | None) -> Preparation:
+    """The preparation of images (count, channels, height, width) for a model that takes `wanted`.
+
+    Mean and deviation are those of each channel over a sample of the images, at equal distances.
+    """
+    channels, *size = stored.shape[1:]
+    shape = tuple(wanted) if wanted is not None else (channels, *size)
+    if len(shape) == 1 and shape[0] == stored[0].numel():
+        return _measure(Preparation(shape, scale), stored, is_image=False)
+    if len(shape) != 3 or shape[0] not in (1, channels) and channels != 1:
+        raise DataError(
+            f"{what}: the model takes inputs of shape {list(shape)}, and images of shape {[channels, *size]} "
+            f"cannot be made so"
+        )
+    return _measure(Preparation(shape, scale), stored, is_image=True)
+
+
+def _measure(preparation: Preparation, stored: torch.Tensor, is_image: bool) -> Preparation:
+    sample = stored[:: max(len(stored) // SAMPLE_SIZE, 1)][:SAMPLE_SIZE]
+    resized = preparation.resize(sample.float() / preparation.scale).double()
+    dims = (0, 2, 3) if is_image else (0, 1)
+    mean, std = resized.mean(dims).reshape(-1), resized.std(dims).reshape(-1)
+    std = torch.where(std > 0, std, torch.ones_like(std))
+    return replace(preparation, mean=tuple(mean.tolist()), std=tuple(std.tolist()))

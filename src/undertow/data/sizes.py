@@ -1,0 +1,32 @@
+"""How much a file of data may claim, checked before memory is taken for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from undertow.errors import DataError
+
+MAX_BYTES = 16 << 30  # of one array in memory
+
+# The most that deflate can shrink: 258 bytes in two bits (RFC 1951, section 3.2.5: a length and a distance of one bit).
+MAX_DEFLATE_RATIO = 1032
+
+
+def file_bytes(path: Path) -> int:
+    """The size of a file that has to be there."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    if not path.is_file():
+        raise DataError(f"{path} is not a file")
+    return found.st_size
+
+
+def check_claim(what: str, claimed_bytes: int, packed_bytes: int | None = None) -> None:
+    """Raise DataError if a header claims more than can be held, or than `packed_bytes` of deflate can unpack to."""
+    if claimed_bytes > MAX_BYTES:
+        raise DataError(f"{what} claims {claimed_bytes:,} bytes; at most {MAX_BYTES:,} are read")
+    if packed_bytes is not None and claimed_bytes > packed_bytes * MAX_DEFLATE_RATIO:
+        raise DataError(f"{what} claims {claimed_bytes:,} bytes, more than its {packed_bytes:,} packed ones can hold")

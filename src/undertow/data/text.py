@@ -1,0 +1,70 @@
+"""A text file for a character language model: the first nine tenths to train on, the last to test.
+
+An example is a stretch of the text as character numbers, its target the same stretch one character later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from undertow.data.examples import Examples, Source
+from undertow.data.preparation import Preparation
+from undertow.data.sizes import file_bytes
+from undertow.errors import DataError
+
+MAX_TEXT_BYTES = 1 << 30
+TRAIN_SHARE = 0.9
+DEFAULT_LENGTH = 64
+
+
+def open_text(path: Path, wanted: Sequence[int] | None, vocabulary: str | None = None) -> Source:
+    """Stretches of the model's length; the vocabulary is that of the text unless one is given."""
+    text = read_text(path)
+    (length,) = wanted if wanted is not None and len(wanted) == 1 else (DEFAULT_LENGTH,)
+    vocabulary = vocabulary or "".join(sorted(set(text)))
+    tokens = encode(text, vocabulary, str(path))
+    middle = int(len(tokens) * TRAIN_SHARE)
+    parts = [Stretches(part, length) for part in (tokens[:middle], tokens[middle:])]
+    if not all(len(part) for part in parts):
+        raise DataError(f"{path} has {len(tokens):,} characters, too few for stretches of {length} to train and test")
+    return Source(parts[0], parts[1], Preparation((length,), vocabulary=vocabulary), tuple(vocabulary))
+
+
+def read_text(path: Path) -> str:
+    """The file as UTF-8."""
+    if (size := file_bytes(path)) > MAX_TEXT_BYTES:
+        raise DataError(f"{path} has {size:,} bytes; texts of at most {MAX_TEXT_BYTES:,} are read")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+
+
+def encode(text: str, vocabulary: str, what: str) -> torch.Tensor:
+    """Characters as their places in the vocabulary."""
+    numbers = {character: number for number, character in enumerate(vocabulary)}
+    if unknown := sorted(set(text) - set(numbers)):
+        raise DataError(f"{what} has the character {unknown[0]!r}, which the model was not trained on")
+    return torch.tensor([numbers[character] for character in text], dtype=torch.int64)
+
+
+class Stretches(Examples):
+    """Stretches of `length` that follow each other."""
+
+    def __init__(self, tokens: torch.Tensor, length: int) -> None:
+        self.tokens, self.length = tokens, length
+        count = max((len(tokens) - 1) // length, 0)
+        self.targets = tokens[1 : 1 + count * length].view(count, length)
+        self._inputs = tokens[: count * length].view(count, length)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = torch.as_tensor(indices)
+        return self._inputs[chosen], self.targets[chosen]

@@ -1,0 +1,86 @@
+"""A run as one HTML page: its curves, the memory of its step, what the plan decided, predicted beside measured.
+
+In: what was recorded of the run, and its plan made again from the recorded costs. Out: the page's text, with the
+machinery and the safety of the plan's own page: no network, no script needed for its tables, every name escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from undertow.ir import Plan, format_bytes
+from undertow.report.page import Measured, document, memory_section, moments_of, section, tile_list
+from undertow.report.page_bands import make_picture
+from undertow.report.page_tables import (
+    decision_tables,
+    environment_table,
+    largest_table,
+    layers_table,
+    measured_table,
+    peak_table,
+)
+from undertow.report.reasons import find_decisions
+from undertow.report.run_curves import Evaluated, draw_run_curve, evaluation_table
+from undertow.report.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What the page says about a run besides its plan. `tiles` are a name, a value and a note each."""
+
+    title: str
+    verdict: str
+    is_good: bool
+    tiles: Sequence[tuple[str, str, str]]
+    losses: Sequence[tuple[float, float]]  # of training, at each step
+    tests: Sequence[Evaluated]
+    config: Sequence[tuple[str, str]]
+    environment: Sequence[tuple[str, str]]
+    measured: Measured | None
+    process_bytes: int | None
+
+
+def render_run_page(view: RunView, plan: Plan) -> str:
+    """The page."""
+    decisions, timeline = find_decisions(plan), Timeline(plan)
+    picture = make_picture(timeline)
+    mark, kind = ("✓", "good") if view.is_good else ("✗", "bad")
+    budget = plan.budget_bytes
+    tiles = [
+        *view.tiles,
+        ("Predicted peak", format_bytes(plan.peak_bytes), f"{plan.peak_bytes:,} bytes"),
+        ("Budget", "none" if budget is None else format_bytes(budget), "" if budget is None else f"{budget:,} bytes"),
+    ]
+    sections = [
+        f'<header><h1>{escape(view.title)}</h1><p class="verdict"><b class="{kind}">{mark}</b> '
+        f"{escape(view.verdict)}</p>{tile_list(tiles)}</header>\n",
+        _curves(view),
+        memory_section(plan, timeline, picture),
+        section("Predicted and measured", measured_table(plan, view.measured, view.process_bytes)),
+        section("At the peak", peak_table(plan, decisions.peak), largest_table(decisions.peak)),
+        section("What was decided, layer by layer", layers_table(decisions), *decision_tables(decisions)),
+        section("What was asked for", environment_table(view.config)),
+        section("Environment", environment_table(view.environment)),
+    ]
+    page = document(view.title, "".join(sections), moments_of(plan, timeline, picture))
+    # A file name may hold bytes that are no text; they must not keep the page from being written.
+    return page.encode("utf-8", "replace").decode("utf-8")
+
+
+def _curves(view: RunView) -> str:
+    if not view.losses:
+        return section("Loss", "<p>No step has been recorded.</p>")
+    legend = '<ul class="legend"><li><i class="key-train"></i>training</li><li><i class="key-test"></i>test</li></ul>'
+    tested = [(float(item.step), item.loss) for item in view.tests]
+    parts = [section("Loss", _figure(draw_run_curve("Loss", view.losses, tested), legend))]
+    shares = [(float(item.step), item.accuracy) for item in view.tests if item.accuracy is not None]
+    if shares:
+        picture = draw_run_curve("Test accuracy", (), shares, is_share=True)
+        parts.append(section("Test accuracy", _figure(picture, "")))
+    return "".join(parts) + (section("Evaluations", evaluation_table(view.tests)) if view.tests else "")
+
+
+def _figure(picture: str, legend: str) -> str:
+    return f'<figure><div class="scroll">{picture}</div>{legend}</figure>'

@@ -1,0 +1,91 @@
+"""Why a loss became infinite or not a number: the first operation that made such a value out of finite ones.
+
+The step that showed it has already updated the weights. So the run goes back to its last good checkpoint and repeats,
+which gives the same bits, up to the first step after which anything is not finite; that step then runs once more, one
+operation at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from undertow.errors import NotFinite
+from undertow.ir import Node, Value
+from undertow.train.checkpoint import Checkpoint
+
+
+def explain_not_finite(run: Any, bad_step: int) -> NotFinite:
+    """The error for a run whose step `bad_step`, counted from 1, gave a loss that is not finite."""
+    good = run.folder.read_checkpoint()
+    first_bad = _find_first_bad_step(run, good, bad_step)
+    run.restore(good)
+    groups = _groups(run)
+    while run.place.step < first_bad - 1:
+        run.run_batches(next(groups))
+    found = next((node for batch in next(groups) if (node := find_first_bad(run.step.walk(*batch)))), None)
+    cause = "the update made weights that are not finite"
+    if found is not None:
+        cause = f"{found.name} ({str(found.origin) or 'the loss'}) made the first value that is not finite"
+    return NotFinite(
+        f"the loss of step {bad_step} is not finite: in step {first_bad} {cause}; the last good checkpoint, of step "
+        f"{good.place.step}, is kept in {run.folder.checkpoint_path}. Lower --lr, or give --clip-norm"
+    )
+
+
+def _find_first_bad_step(run: Any, good: Checkpoint, bad_step: int) -> int:
+    """Weights may have turned bad a step before the loss shows it."""
+    run.restore(good)
+    for group in _groups(run):
+        loss = run.run_batches(group)
+        if not math.isfinite(loss) or not are_finite(run.workload.model.state_dict().values()):
+            return run.place.step
+    return bad_step
+
+
+def _groups(run: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The batches of each update from where the run is on, to the end of the epoch."""
+    batches = run.feed.batches(run.place.epoch, run.place.batch)
+    while group := list(itertools.islice(batches, run.config.accumulate)):
+        yield group
+
+
+def find_first_bad(walk: Iterable[tuple[Node, list[Any]]]) -> Node | None:
+    """The first operation that makes an infinity or a NaN of finite numbers, else the first that makes a NaN.
+
+    An infinity that is written down in the model, as masks are, is no accident.
+    """
+    not_finite: set[Value] = set()
+    not_numbers: set[Value] = set()
+    first_nan = None
+    for node, outputs in walk:
+        pairs = list(zip(node.kept_outputs, outputs, strict=True))
+        if any(has_nan(item) for _, item in pairs) and not_numbers.isdisjoint(node.inputs):
+            first_nan = first_nan or node
+        if not are_finite(outputs) and not_finite.isdisjoint(node.inputs) and not _writes_infinity(node):
+            return node
+        not_finite.update(value for value, item in pairs if not are_finite([item]))
+        not_numbers.update(value for value, item in pairs if has_nan(item))
+    return first_nan
+
+
+def _writes_infinity(node: Node) -> bool:
+    return any(isinstance(item, float) and math.isinf(item) for item in (*node.args, *node.kwargs.values()))
+
+
+def has_nan(value: Any) -> bool:
+    """Whether a tensor holds something that is no number."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
+
+
+def are_finite(values: Iterable[Any]) -> bool:
+    """Whether every number in every tensor is one."""
+    return all(
+        bool(value.isfinite().all())
+        for value in values
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    )

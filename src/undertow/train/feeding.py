@@ -1,0 +1,122 @@
+"""Batches in an order that can be taken up anywhere: the order of an epoch depends on seed and epoch alone.
+
+Whatever is drawn while batches are made (an order, an augmentation) comes from generators of their own, seeded for the
+epoch, and leaves the ones that the model draws from alone. Where a run is, is therefore two numbers: epoch and batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from undertow.errors import DataError
+
+
+class EpochOrder(Sampler[list[int]]):
+    """Batches of indices: shuffled anew in every epoch; the last, incomplete one is left for another epoch."""
+
+    def __init__(self, num_examples: int, batch: int) -> None:
+        self.num_examples, self.batch = num_examples, batch
+        self.first = 0
+
+    def __len__(self) -> int:
+        return self.num_examples // self.batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self.num_examples).tolist()
+        for index in range(self.first, len(self)):
+            yield order[index * self.batch : (index + 1) * self.batch]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def make_train_loader(examples: Dataset[Any], batch: int) -> DataLoader[Any]:
+    """Batches to train on."""
+    order = EpochOrder(len(examples), batch)  # type: ignore[arg-type]
+    return DataLoader(examples, batch_sampler=order, collate_fn=_as_it_is)
+
+
+def make_test_loader(examples: Dataset[Any], batch: int) -> DataLoader[Any]:
+    """Every example once, in order."""
+    return DataLoader(examples, batch_size=batch, collate_fn=_as_it_is)
+
+
+class Feed:
+    """The batches of a loader, epoch by epoch, from any place on."""
+
+    def __init__(self, loader: Iterable[Any], seed: int) -> None:
+        self.loader, self.seed = loader, seed
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def batches(self, epoch: int, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The batches of an epoch from number `first` on."""
+        states = _seed_states(self.seed, epoch)
+        order = getattr(self.loader, "batch_sampler", None)
+        num_skipped = first
+        if isinstance(order, EpochOrder):
+            order.first, num_skipped = first, 0
+        generator = getattr(self.loader, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(_derive_seed(self.seed, epoch))
+        with _drawing_from(states):
+            iterator = iter(self.loader)
+            for _ in range(num_skipped):
+                next(iterator, None)
+        while True:
+            with _drawing_from(states):
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield check_batch(batch)
+
+
+def check_batch(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch of a loader as inputs and targets."""
+    if not isinstance(batch, Sequence) or len(batch) != 2 or not all(isinstance(x, torch.Tensor) for x in batch):
+        raise DataError("a batch must be a pair of tensors, inputs and targets; the loader gave something else")
+    inputs, targets = batch
+    return inputs, targets
+
+
+def _derive_seed(seed: int, epoch: int) -> int:
+    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+    return int.from_bytes(digest[:4], "big")
+
+
+def _seed_states(seed: int, epoch: int) -> list[Any]:
+    """The states of torch's, numpy's and Python's generators at the start of an epoch."""
+    number = _derive_seed(seed, epoch)
+    return [
+        torch.Generator().manual_seed(number).get_state(),
+        numpy.random.RandomState(number).get_state(),
+        random.Random(number).getstate(),
+    ]
+
+
+def _exchange(states: list[Any]) -> list[Any]:
+    before = [torch.get_rng_state(), numpy.random.get_state(), random.getstate()]
+    torch.set_rng_state(states[0])
+    numpy.random.set_state(states[1])
+    random.setstate(states[2])
+    return before
+
+
+@contextmanager
+def _drawing_from(states: list[Any]) -> Iterator[None]:
+    """Let what is inside draw from generators in these states, and keep them as it leaves them."""
+    outside = _exchange(states)
+    try:
+        yield
+    finally:
+        states[:] = _exchange(outside)

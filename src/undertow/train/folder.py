@@ -1,0 +1,92 @@
+"""A run's folder: what lies where in it, and reading it back.
+
+config.json               what was asked for
+checkpoint.safetensors    the run after its last saved step
+metrics.jsonl             a line for each step and each evaluation
+events.out.tfevents.*     the same for TensorBoard
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from undertow.errors import CallError, FolderError
+from undertow.train.checkpoint import Checkpoint, load_checkpoint
+from undertow.train.config import TrainConfig, make_config
+from undertow.train.durable import write_durably
+
+CONFIG, CHECKPOINT, METRICS = "config.json", "checkpoint.safetensors", "metrics.jsonl"
+
+
+class RunFolder:
+    """The folder of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The last good checkpoint."""
+        return self.path / CHECKPOINT
+
+    @property
+    def metrics_path(self) -> Path:
+        """The records."""
+        return self.path / METRICS
+
+    def check_is_free(self) -> None:
+        """Raise CallError where there is a run already."""
+        if (self.path / CONFIG).exists() or self.checkpoint_path.exists():
+            raise CallError(f"{self.path} already holds a run: go on with --resume {self.path}, or give another --out")
+
+    def create(self, config: TrainConfig) -> None:
+        """Begin a run here."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FolderError(f"the run's folder {self.path} cannot be made: {error.strerror}") from None
+        text = json.dumps(config.to_dict(), indent=2) + "\n"
+        write_durably(self.path / CONFIG, lambda file: file.write(text.encode()))
+
+    def read_config(self) -> TrainConfig:
+        """What the run was asked for."""
+        path = self.path / CONFIG
+        if not path.is_file():
+            raise CallError(f"{self.path} holds no run: there is no {CONFIG} in it")
+        try:
+            return make_config(json.loads(path.read_text()), str(path))
+        except (OSError, ValueError, AttributeError) as error:
+            raise FolderError(f"{path} cannot be read: {error}") from None
+
+    def read_checkpoint(self) -> Checkpoint:
+        """The run after its last saved step."""
+        if not self.checkpoint_path.is_file():
+            raise CallError(f"{self.path} holds no checkpoint yet: start the run again")
+        return load_checkpoint(self.checkpoint_path)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every whole line of the records."""
+        if not self.metrics_path.is_file():
+            return []
+        found = []
+        for line in self.metrics_path.read_text(errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # a line that was being written when the run was killed
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                found.append(record)
+        return found
+
+
+def new_folder(config: TrainConfig) -> Path:
+    """Where a run goes that was given no place: runs/model-data, numbered if there is one."""
+    words = [Path(part.rpartition(":")[2] if ":" in part else part).stem for part in (config.model, config.data)]
+    name = "-".join(words)
+    path, number = Path("runs", name), 1
+    while path.exists():
+        number += 1
+        path = Path("runs", f"{name}-{number}")
+    return path

@@ -1,0 +1,73 @@
+"""From a config to the optimizer and its learning rate at each step.
+
+The rate is a function of the step alone, so a resumed run needs no schedule's state.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from undertow.train.config import DEFAULT_MOMENTUM, TrainConfig
+
+NORMS = (
+    torch.nn.modules.batchnorm._NormBase,
+    torch.nn.LayerNorm,
+    torch.nn.GroupNorm,
+    torch.nn.RMSNorm,
+    torch.nn.LocalResponseNorm,
+)
+# Where `step` divides the rate by ten, as shares of the run (He et al., CVPR 2016, for CIFAR-10: 32k and 48k of 64k).
+STEP_PLACES = (0.5, 0.75)
+
+
+def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over all parameters that are trained, those that decay and those that do not in two groups."""
+    groups = group_parameters(model, config.decay_all)
+    parameters = [
+        {"params": members, "weight_decay": config.weight_decay if decays else 0.0}
+        for decays, members in groups.items()
+        if members
+    ]
+    rate = config.learning_rate
+    if config.optimizer == "sgd":
+        momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
+        return torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=config.nesterov)
+    kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    return kinds[config.optimizer](parameters, lr=rate)
+
+
+def group_parameters(model: torch.nn.Module, decay_all: bool) -> dict[bool, list[torch.nn.Parameter]]:
+    """Trained parameters by whether weight decay acts on them: not on biases and not on those of norms."""
+    groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            # Recurrent layers have several biases, each with a suffix; a gain of any kind is a vector.
+            is_weight = parameter.dim() > 1 and "bias" not in name and not isinstance(module, NORMS)
+            groups[decay_all or is_weight].append(parameter)
+    return groups
+
+
+def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
+    """The rate of update `step`, counted from 0, of `num_steps`."""
+    if step < config.warmup:
+        return config.learning_rate * (step + 1) / config.warmup
+    share = min((step - config.warmup) / max(num_steps - config.warmup, 1), 1.0)
+    factors = {
+        "constant": 1.0,
+        "linear": 1 - share,
+        "cosine": (1 + math.cos(math.pi * share)) / 2,
+        "step": 0.1 ** sum(share >= place for place in STEP_PLACES),
+    }
+    return config.learning_rate * factors[config.schedule]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """For all parameters."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

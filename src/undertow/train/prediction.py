@@ -1,0 +1,82 @@
+"""Class probabilities for new inputs: an image, a folder of images, an array file, or the start of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from undertow.data.images import decode_image, list_images
+from undertow.data.npz import as_examples, read_npz
+from undertow.data.preparation import Preparation
+from undertow.data.text import encode, read_text
+from undertow.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The likeliest classes of one input, best first, with their probabilities."""
+
+    input: str
+    classes: tuple[tuple[str, float], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        found = [{"class": name, "probability": probability} for name, probability in self.classes]
+        return {"input": self.input, "classes": found}
+
+    def __str__(self) -> str:
+        return f"{self.input}: " + ", ".join(f"{name} {probability:.2%}" for name, probability in self.classes)
+
+
+def predict(
+    run_model: Callable[[torch.Tensor], torch.Tensor],
+    preparation: Preparation,
+    classes: Sequence[str] | None,
+    path: Path,
+    top: int,
+) -> list[Prediction]:
+    """The `top` likeliest classes of every input at `path`; of a text, the likeliest next characters."""
+    found = []
+    for name, inputs in read_inputs(preparation, path):
+        outputs = run_model(inputs)
+        logits = outputs[:, -1] if preparation.vocabulary is not None else outputs
+        if logits.dim() != 2:
+            raise DataError(f"the model gives outputs of shape {list(outputs.shape)}, which are no classes")
+        best = logits[0].double().softmax(0).topk(min(top, logits.shape[1]))
+        names = [str(index) if classes is None else classes[index] for index in best.indices.tolist()]
+        found.append(Prediction(name, tuple(zip(names, best.values.tolist(), strict=True))))
+    return found
+
+
+def read_inputs(preparation: Preparation, path: Path) -> list[tuple[str, torch.Tensor]]:
+    """Every input at `path`, each as a batch of one."""
+    if not path.exists():
+        raise DataError(f"there is no input {path}")
+    if preparation.vocabulary is not None:
+        if path.is_dir():
+            raise DataError(f"{path} is a folder; a language model goes on from one text file")
+        # A file ends with a line break that its writer hardly meant as part of the text.
+        tokens = encode(read_text(path).removesuffix("\n"), preparation.vocabulary, str(path))
+        if not len(tokens):
+            raise DataError(f"{path} has no text to go on from")
+        return [(str(path), tokens[-preparation.shape[0] :][None])]
+    if path.suffix == ".npz":
+        arrays = read_npz(path)
+        name = next((name for name in ("x", "x_test") if name in arrays), None)
+        if name is None:
+            raise DataError(f"{path} has the arrays {', '.join(arrays) or '(none)'}; wanted is x")
+        return [(f"{path}[{index}]", preparation(item[None])) for index, item in enumerate(as_examples(arrays[name]))]
+    paths = list_images(path) if path.is_dir() else [path]
+    if not paths:
+        raise DataError(f"{path} holds no images")
+    return [(str(item), _prepare_image(preparation, item)) for item in paths]
+
+
+def _prepare_image(preparation: Preparation, path: Path) -> torch.Tensor:
+    pixels = decode_image(path)
+    # The run's data may have counted to another number than image files do: digits go to 16.
+    return preparation(pixels[None].float() * (preparation.scale / 255.0))

@@ -1,0 +1,70 @@
+"""The records of a run: JSON lines, and the same numbers as TensorBoard events.
+
+A run that goes on after a crash first drops what was recorded after the step it goes on from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from typing import Any
+
+from undertow.errors import FolderError
+from undertow.train.durable import write_durably
+from undertow.train.events import EventWriter
+from undertow.train.folder import RunFolder
+
+
+class Records:
+    """Open records; `flush` brings them to the file, before each checkpoint that counts on them."""
+
+    def __init__(self, folder: RunFolder, first_step: int) -> None:
+        is_resumed = folder.metrics_path.exists()
+        if is_resumed:
+            kept = [record for record in folder.read_metrics() if record["step"] <= first_step]
+            text = "".join(json.dumps(record) + "\n" for record in kept)
+            write_durably(folder.metrics_path, lambda file: file.write(text.encode()))
+        self._folder = folder
+        now = time.time()
+        try:
+            self._lines = open(folder.metrics_path, "a", encoding="utf-8")  # noqa: SIM115  open while the run lasts
+            name = f"events.out.tfevents.{now:.6f}.{os.getpid()}"
+            self._file = open(folder.path / name, "wb")  # noqa: SIM115
+        except OSError as error:
+            raise FolderError(f"records cannot be written in {folder.path}: {error.strerror}") from None
+        self._events = EventWriter(self._file, now, first_step + 1 if is_resumed else None)
+
+    def add(self, step: int, kind: str, **numbers: Any) -> None:
+        """One line; `kind` is train or test."""
+        present = {name: value for name, value in numbers.items() if value is not None}
+        self._write(json.dumps({"step": step, "kind": kind, **present}) + "\n", step, kind, present)
+
+    def _write(self, line: str, step: int, kind: str, numbers: dict[str, Any]) -> None:
+        with self._reporting():
+            self._lines.write(line)
+            now = time.time()
+            for name, value in numbers.items():
+                self._events.add_scalar(f"{kind}/{name}", value, step, now)
+
+    def flush(self) -> None:
+        """Bring all lines to the files."""
+        with self._reporting():
+            self._lines.flush()
+            self._file.flush()
+
+    def close(self) -> None:
+        """Nothing more is recorded; what cannot be written any more has been reported by `flush`."""
+        for file in (self._lines, self._file):
+            with contextlib.suppress(OSError):
+                file.close()
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Any:
+        try:
+            yield
+        except OSError as error:
+            raise FolderError(
+                f"records cannot be written in {self._folder.path}: {error.strerror}; the last good checkpoint is kept"
+            ) from None

@@ -1,0 +1,140 @@
+"""The report of a run, from its folder alone: what was recorded, and the plan made again from the recorded costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from undertow.api.training import train_step
+from undertow.errors import CallError
+from undertow.ir import Plan, format_bytes
+from undertow.report.plan_summary import plan_to_dict, print_plan
+from undertow.report.run_curves import Evaluated
+from undertow.report.run_page import RunView, render_run_page
+from undertow.runtime.measure import Measurement
+from undertow.train.checkpoint import Checkpoint, Place
+from undertow.train.config import TrainConfig
+from undertow.train.losses import make_loss
+from undertow.train.optimizing import make_optimizer
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A run as it was after its last saved step."""
+
+    config: TrainConfig
+    place: Place
+    about: dict[str, Any]
+    metrics: Sequence[dict[str, Any]]
+    plan: Plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {
+            "config": self.config.to_dict(),
+            "place": vars(self.place),
+            "environment": self.about["environment"],
+            "tests": [vars(item) for item in self.tests],
+            "plan": plan_to_dict(self.plan),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.title}: {self.verdict}"]
+        lines += [
+            f"epoch {item.epoch + 1:3}  step {item.step:6}  training loss {item.train_loss:.4f}  "
+            f"test loss {item.loss:.4f}" + ("" if item.accuracy is None else f"  accuracy {item.accuracy:.2%}")
+            for item in self.tests
+        ]
+        if self.place.measured_peak_bytes is not None:
+            lines.append(f"measured peak {self.place.measured_peak_bytes:,} bytes")
+        return "\n".join([*lines, "", print_plan(self.plan)])
+
+    def to_html(self) -> str:
+        """One page that needs nothing else."""
+        place = self.place
+        measured = None
+        if place.measured_peak_bytes is not None and place.measured_step_s is not None:
+            measured = Measurement(place.measured_peak_bytes, place.measured_step_s)
+        peak = "not measured" if measured is None else format_bytes(measured.peak_bytes)
+        tiles = [
+            ("Test accuracy", "-" if place.test_accuracy is None else f"{place.test_accuracy:.2%}", ""),
+            ("Training loss", "-" if place.last_loss is None else f"{place.last_loss:.4f}", "of the last step"),
+            ("Steps", f"{place.step:,}", f"{place.epoch} epochs, {place.seconds:.0f} s"),
+            ("Measured peak", peak, "" if measured is None else f"{measured.peak_bytes:,} bytes"),
+        ]
+        view = RunView(
+            title=self.title,
+            verdict=self.verdict,
+            is_good=self.is_within_budget,
+            tiles=tiles,
+            losses=[(record["step"], record["loss"]) for record in self.metrics if is_loss(record)],
+            tests=self.tests,
+            config=[(name, str(value)) for name, value in self.config.to_dict().items() if value is not None],
+            environment=[(name, str(value)) for name, value in self.about["environment"].items()],
+            measured=measured,
+            process_bytes=place.process_peak_bytes,
+        )
+        return render_run_page(view, self.plan)
+
+    @property
+    def title(self) -> str:
+        """What was trained on what."""
+        return f"{self.config.model} on {self.config.data}"
+
+    @property
+    def is_within_budget(self) -> bool:
+        """Whether the measured peak kept to the budget; without one or the other there is nothing to break."""
+        measured, budget = self.place.measured_peak_bytes, self.plan.budget_bytes
+        return measured is None or budget is None or measured <= budget
+
+    @property
+    def verdict(self) -> str:
+        """How the run stands, in a sentence."""
+        state = self.place.stopped or "not ended"
+        kept = "" if self.plan.budget_bytes is None or self.place.measured_peak_bytes is None else ", within its budget"
+        return f"{state} after {self.place.step} steps{kept if self.is_within_budget else ', over its budget'}"
+
+    @property
+    def tests(self) -> list[Evaluated]:
+        """The evaluations that were recorded."""
+        return [
+            Evaluated(item["step"], item["epoch"], item["train_loss"], item["loss"], item.get("accuracy"))
+            for item in self.metrics
+            if item.get("kind") == "test" and {"epoch", "train_loss", "loss"} <= item.keys()
+        ]
+
+
+def is_loss(record: dict[str, Any]) -> bool:
+    """Whether a record is that of a training step."""
+    return record.get("kind") == "train" and isinstance(record.get("loss"), float) and math.isfinite(record["loss"])
+
+
+def make_report(
+    config: TrainConfig, model: torch.nn.Module, checkpoint: Checkpoint, metrics: Sequence[dict[str, Any]]
+) -> RunReport:
+    """Plan the run's step again, for a batch of the recorded shape; runs nothing."""
+    if "batch" not in checkpoint.about:
+        raise CallError("the run has not planned a step yet")
+    inputs, targets = (
+        torch.zeros(shape, dtype=getattr(torch, name.removeprefix("torch.")))
+        for shape, name in checkpoint.about["batch"]
+    )
+    preparation = checkpoint.about["data"]["preparation"]
+    is_sequence = preparation is not None and preparation["vocabulary"] is not None
+    model.train()
+    step = train_step(
+        model,
+        (inputs,),
+        targets=(targets,),
+        loss=make_loss(config.loss, is_sequence, config.accumulate),
+        optimizer=make_optimizer(config, model),
+        budget=config.budget,
+        clip_norm=config.clip_norm,
+        accumulate=config.accumulate,
+        costs=checkpoint.costs or "measured",
+    )
+    return RunReport(config, checkpoint.place, checkpoint.about, metrics, step.plan)

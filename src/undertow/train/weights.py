@@ -1,0 +1,109 @@
+"""Tensors in safetensors files (format: 8 bytes of header length, a JSON header, the tensors' bytes).
+
+Written here, so that a file can be streamed, synced and renamed; read by the safetensors library, after the header has
+been compared with the file. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from undertow.data.sizes import file_bytes
+from undertow.errors import DataError
+from undertow.train.durable import write_durably
+
+MAX_HEADER_BYTES = 100_000_000  # as in the library itself
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+PICKLE_STARTS = {b"PK\x03\x04": "a zip archive as torch.save writes it, with a pickle inside", b"\x80": "a pickle"}
+
+
+def tensor_bytes(tensor: torch.Tensor) -> Any:
+    """The elements in their order, as something that can be written or hashed."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The sha256 of names, types, shapes and elements, in the order of the names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {DTYPES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}\n".encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file; a tensor under two names is written twice, so that any reader finds both."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise DataError(f"{name} has elements of {tensor.dtype}, which safetensors cannot hold")
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def write(file: BinaryIO) -> None:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for tensor in tensors.values():
+            file.write(tensor_bytes(tensor))
+
+    write_durably(path, write)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a safetensors file and its metadata; raises DataError with the reason for a refusal."""
+    _check_header(path, file_bytes(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
+            return tensors, dict(file.metadata() or {})
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DataError(f"{path} is refused: {error}") from None
+
+
+def _check_header(path: Path, size: int) -> None:
+    with open(path, "rb") as file:
+        start = file.read(8)
+        for magic, what in PICKLE_STARTS.items():
+            # A header of 128 bytes more than a multiple of 256 starts with 0x80 too, but then JSON follows.
+            if start.startswith(magic) and file.read(1) != b"{":
+                raise DataError(f"{path} is {what}; only safetensors are read, since a pickle can run any code")
+            file.seek(8)
+        if len(start) < 8:
+            raise DataError(f"{path} has {size} bytes, too few for a safetensors file")
+        (length,) = struct.unpack("<Q", start)
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise DataError(
+                f"{path} is no whole safetensors file: it asks for a header of {length:,} bytes and has {size:,} in all"
+            )
+        try:
+            header = json.loads(file.read(length))
+            ends = [item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"]
+            wanted = 8 + length + max(ends, default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            raise DataError(f"{path} is no safetensors file: its header is not as the format wants it") from None
+    if wanted != size:
+        raise DataError(f"{path} is truncated or overlong: its header asks for {wanted:,} bytes, it has {size:,}")

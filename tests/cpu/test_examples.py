@@ -1,0 +1,35 @@
+"""The examples run, and a planned model ends in the weights of one that is not."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["transformers_trainer", "lightning_module"])
+def test_a_trainer_with_a_planned_model(name):
+    with torch.random.fork_rng(devices=[]):
+        example = load(name)
+        planned, eager = example.main(is_planned=True), example.main(is_planned=False)
+    assert planned.keys() == eager.keys()
+    assert all(torch.equal(planned[key], eager[key]) for key in planned)
+
+
+def test_the_plain_loop_learns():
+    with torch.random.fork_rng(devices=[]):
+        assert load("plain_loop").main() > 0.9
+
+
+def test_every_example_is_tested():
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == {"transformers_trainer", "lightning_module", "plain_loop"}
