@@ -288,7 +288,7 @@ WRONG = {
     ("train", "models.py:make", "--data", "loaders.py:nothing"): (2, "has no function 'nothing'"),
     ("train", "models.py:images", "--data", "data.npz"): (3, "shape [3, 8, 8], found [12]"),
     ("train", "lenett5"): (2, "did you mean lenet5"),
-    ("train", "lenet5", "--numerics", "fast"): (2, "numerics 'fast' is not known; can be exact"),
+    ("train", "lenet5", "--numerics", "quick"): (2, "numerics 'quick' is not known; can be exact or fast"),
     ("train", "lenet5", "--optimiser", "sgd"): (2, "--optimiser"),
     ("train", "lenet5", "--config", "wrong.toml"): (2, "no option 'learning_rat'"),
     ("train", "lenet5", "--config", "near.toml"): (2, "did you mean weight_decay?"),

@@ -3,6 +3,7 @@
 The arithmetic is the optimizer's own: a shallow copy of it, with its live settings and its state, steps on a group of
 one parameter. It may therefore run as soon as the gradient is complete and the parameter is read no more, with the
 bits of a step afterwards. True for optimizers that treat every parameter by itself; those that were compared are named.
+The commonest settings of these run in one pass over memory, with the same bits (see `one_pass_updates`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from undertow.ir import Node, Origin, TensorType, Value
 from undertow.ir.cost import Cost
+from undertow.ops.one_pass_updates import is_known, step_in_one_pass
 
 SEPARABLE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
@@ -42,7 +44,8 @@ class UpdateParameter:
     def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor, assigned: torch.Tensor | None = None) -> None:
         if assigned is not None:
             _assign(parameter, assigned)
-        _step(self.optimizer, self.group_index, [self.parameter], [gradient])
+        if not step_in_one_pass(self.optimizer, self.group_index, self.parameter, gradient):
+            _step(self.optimizer, self.group_index, [self.parameter], [gradient])
 
     def overwrites(self, node: Node) -> tuple[Value, ...]:
         """The parameter itself."""
@@ -50,12 +53,17 @@ class UpdateParameter:
 
     def prepare_rehearsal(self, parameter: torch.Tensor, gradient: torch.Tensor, *_: torch.Tensor) -> Callable[[], Any]:
         """A call that costs what the update costs, on a parameter nobody has."""
-        return _rehearse(self.optimizer, self.group_index, [parameter], [gradient])
+        twin = torch.nn.Parameter(parameter)
+        double = _double(self.optimizer, self.group_index, [twin])
+        _step(double, 0, [twin], [gradient])  # makes the state, which is not part of the cost
+        update = UpdateParameter(double, twin, 0)
+        return lambda: update(parameter, gradient)
 
     @property
     def settings(self) -> str:
         """What decides which kernels run."""
-        return _settings(self.optimizer, self.group_index)
+        passes = "one pass " if is_known(self.optimizer.param_groups[self.group_index], type(self.optimizer)) else ""
+        return passes + _settings(self.optimizer, self.group_index)
 
     def __str__(self) -> str:
         return f"update_{type(self.optimizer).__name__.lower()}"
@@ -212,8 +220,14 @@ def _rehearse(
     gradients: Sequence[torch.Tensor],
 ) -> Callable[[], Any]:
     twins = [torch.nn.Parameter(parameter) for parameter in parameters]
-    double = copy.copy(optimizer)
-    double.state = type(optimizer.state)(dict)
-    double.param_groups = [{**optimizer.param_groups[group_index], "params": twins}]
+    double = _double(optimizer, group_index, twins)
     _step(double, 0, twins, gradients)  # makes the state, which is not part of the cost
     return lambda: _step(double, 0, twins, gradients)
+
+
+def _double(optimizer: torch.optim.Optimizer, group_index: int, parameters: list[torch.nn.Parameter]) -> Any:
+    """An optimizer with the settings of a group, other parameters and no state."""
+    double = copy.copy(optimizer)
+    double.state = type(optimizer.state)(dict)
+    double.param_groups = [{**optimizer.param_groups[group_index], "params": parameters}]
+    return double

@@ -135,6 +135,7 @@ def make_report(
         budget=config.budget,
         clip_norm=config.clip_norm,
         accumulate=config.accumulate,
+        numerics=config.numerics,
         costs=checkpoint.costs or "measured",
     )
     return RunReport(config, checkpoint.place, checkpoint.about, metrics, step.plan)

@@ -242,6 +242,7 @@ class Run:
             budget=self.budget_bytes,
             clip_norm=config.clip_norm,
             accumulate=config.accumulate,
+            numerics=config.numerics,
             costs=self._costs or "measured",
         )
         self._costs = self.step.costs
