@@ -29,6 +29,7 @@ aten = torch.ops.aten
 
 CostTable = Callable[[Sequence[Node]], Callable[[Node], Cost]]
 
+# The nodes that may stand for a node, itself among them where it may stay.
 _CHOICES: dict[Any, Callable[[Node], list[Node]]] = {
     aten.convolution.default: convolution_choices,
     aten.convolution_backward.default: convolution_backward_choices,
@@ -44,18 +45,19 @@ _CHOICES: dict[Any, Callable[[Node], list[Node]]] = {
 def choose_kernels(program: Program, measure: CostTable) -> Program:
     """The Program with the fastest kernel for each operation that has several."""
     choices = {
-        position: [node, *found]
+        position: found
         for position, node in enumerate(program.nodes)
         if (found := _CHOICES.get(node.target, lambda node: [])(node))
     }
     if not choices:
         return program
-    cost_of = measure([node for nodes in choices.values() for node in nodes])
+    cost_of = measure([node for nodes in choices.values() if len(nodes) > 1 for node in nodes])
     nodes = list(program.nodes)
     renamed: dict[Value, Value] = {}
     for position, candidates in choices.items():
-        nodes[position] = min(candidates, key=lambda node: cost_of(node).duration_ns)
-        for old, new in zip(candidates[0].outputs, nodes[position].outputs, strict=False):
+        before = nodes[position]
+        nodes[position] = min(candidates, key=lambda node: cost_of(node).duration_ns if len(candidates) > 1 else 0)
+        for old, new in zip(before.outputs, nodes[position].outputs, strict=False):
             if old is not None and new is not None and old is not new:
                 renamed[old] = new
     return fold_activations(_rename(replace(program, nodes=tuple(nodes)), renamed))

@@ -26,20 +26,21 @@ _REFUSAL = {item.name: item.refusal for item in ALGORITHMS}
 
 
 def convolution_choices(node: Node) -> list[Node]:
-    """Ways to run a forward convolution."""
+    """Ways to run a forward convolution, the given one first."""
     x, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args
     (y,) = node.outputs
     if is_transposed or y is None or not _is_suited(x, weight) or not is_channels_last(y.tensor_type):
         return []
     geometry = (*map(tuple, (stride, padding, dilation)), groups)
-    return [
+    own = [
         replace(node, target=forward_by(name), args=(x, weight, bias, *geometry, False), kwargs={})
         for name in _able(x, weight, *geometry)
     ]
+    return [node, *own]
 
 
 def convolution_backward_choices(node: Node) -> list[Node]:
-    """Ways to run both backward passes of a convolution."""
+    """Ways to run both backward passes of a convolution, the given one first."""
     ct, x, weight, _, stride, padding, dilation, is_transposed, _, groups, wants = node.args
     ct_x, _, ct_bias = node.outputs
     if is_transposed or not _is_suited(x, weight) or (ct_bias is not None and node.outputs[1] is None):
@@ -50,10 +51,11 @@ def convolution_backward_choices(node: Node) -> list[Node]:
     given = tuple(value is not None for value in node.outputs)
     outputs = (ct_x, _contiguous(node.outputs[1]), ct_bias)
     args = (ct, x, weight, *geometry, given, None)
-    return [
+    own = [
         replace(node, target=backward_by(name), args=args, kwargs={}, outputs=outputs)
         for name in _able(x, weight, *geometry)
     ]
+    return [node, *own]
 
 
 def with_relu(node: Node, result: Value) -> Node:

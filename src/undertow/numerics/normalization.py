@@ -1,4 +1,9 @@
-"""Other ways to run batch normalisation on channels_last activations."""
+"""Another way to run batch normalisation on channels_last activations.
+
+It is taken without measuring. Measured alone, on activations that lie in the cache, PyTorch's kernel is often as fast;
+in a step, where they do not, the passes over memory that are saved are what counts (ResNet-50: 296 ms of a step in
+PyTorch's forward kernel, 25 ms when its calls are measured one by one).
+"""
 
 from __future__ import annotations
 

@@ -32,4 +32,4 @@ def _choices(node: Node, left: Value, right: Value, bias: Value | None) -> list[
     has_elements = all(value.tensor_type.num_elements > 0 for value in (*given, result))
     if not (is_float and is_on_cpu and has_elements and has_onednn() and result.tensor_type.is_contiguous):
         return []
-    return [replace(node, target=PRODUCT, args=(left, right, bias), kwargs={})]
+    return [node, replace(node, target=PRODUCT, args=(left, right, bias), kwargs={})]
