@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -132,7 +134,7 @@ def _cost_table(nodes: list[Node], terms: Terms) -> Callable[[Node], Cost]:
         keys = {signature(node) for node in nodes}
         known.update({key: cached[key] for key in keys if key in cached and key not in given})
         # A given table may come from another machine: what is kept for this one is what was measured here.
-        if measure_costs(nodes, known):
+        if measure_costs(nodes, known, _show_progress):
             save_costs(path, cached | {key: cost for key, cost in known.items() if key not in given})
     modelled: dict[str, Cost] = {}
 
@@ -147,6 +149,16 @@ def _cost_table(nodes: list[Node], terms: Terms) -> Callable[[Node], Cost]:
         return known[key] if key in known else modelled[key]
 
     return cost_of
+
+
+def _show_progress(items: list[Any]) -> Iterable[Any]:
+    """Go through what is to be timed, with a bar where somebody watches: the first plan on a machine takes longest."""
+    if not sys.stderr.isatty():
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, "timing operations on this machine", console=Console(stderr=True), transient=True)
 
 
 def notes_of(program: Program) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from undertow.api.budget_planning import (
     held_bytes,
     make_budget_planner,
     parse_costs,
+    parse_numerics,
 )
 from undertow.api.budgets import parse_budget
 from undertow.api.calls import check_call, check_optimizer, check_time_limit
@@ -75,6 +76,7 @@ def report_plan(
     *,
     budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    numerics: str = "exact",
     costs: str = "measured",
     time_limit_s: float = math.inf,
 ) -> PlanReport:
@@ -82,10 +84,11 @@ def report_plan(
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
     check_time_limit(time_limit_s)
-    terms = Terms(None if budget is None else parse_budget(budget), optimizer, parse_costs(costs), time_limit_s)
+    budget_bytes = None if budget is None else parse_budget(budget)
+    terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s, parse_numerics(numerics))
     with torch.enable_grad():
         captured = capture(model.forward, args, kwargs or {}, model)
-    program = derive(captured.program, guess_pattern(captured))
+    program = derive(captured.program, guess_pattern(captured), terms)
     planner = make_budget_planner(program, held_bytes(model, program, optimizer), terms)
     plan = choose_plan(planner, terms.budget_bytes)
     curve = tuple((point.peak_bytes, point.time / 1e3) for point in planner.curve.points)

@@ -116,6 +116,7 @@ def plan_command(
     inputs: InputOption = None,
     budget: Annotated[str | None, typer.Option(help="Peak memory of the step: 4GiB, 500MB, or bytes.")] = None,
     optimizer: OptimizerOption = None,
+    numerics: Annotated[str, typer.Option(help="exact, or fast: the fastest kernels, within bounds.")] = "exact",
     costs: Annotated[str, typer.Option(help="measured, or model: by arithmetic and traffic.")] = "measured",
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one page.")] = None,
     is_json: JsonOption = False,
@@ -129,13 +130,37 @@ def plan_command(
         made = _make_optimizer(optimizer, subject.model)
         try:
             result = report_plan(
-                subject.model, subject.args, subject.kwargs, budget=budget, optimizer=made, costs=costs
+                subject.model,
+                subject.args,
+                subject.kwargs,
+                budget=budget,
+                optimizer=made,
+                numerics=numerics,
+                costs=costs,
             )
         except InfeasibleBudget as refusal:
             report_error(str(refusal), is_json)
             return CHECK_FAILED
     if html is not None:
         write_page(html, result.to_html(f"{model} on {subject.describe_inputs()}"))
+    print_result(result, is_json)
+    return DONE
+
+
+@app.command("tune")
+def tune_command(
+    model: ModelArgument,
+    batch: BatchOption = None,
+    inputs: InputOption = None,
+    is_json: JsonOption = False,
+) -> int:
+    """Time every operation of a training step, and every way to run it, on this machine; plans then need not."""
+    from undertow.api.tuning import tune
+    from undertow.cli.loading import load, running
+
+    subject = load(model, batch, inputs or [])
+    with running(f"{model} on {subject.describe_inputs()}"):
+        result = tune(subject.model, subject.args, subject.kwargs)
     print_result(result, is_json)
     return DONE
 

@@ -33,6 +33,8 @@ MODEL_FLOPS_PER_NS = 100.0
 MODEL_BYTES_PER_NS = 8.0
 MODEL_CALL_NS = 3_000
 
+Watch = Callable[[list[Any]], Iterable[Any]]
+
 
 def model_cost(node: Node) -> Cost:
     """The cost by arithmetic and memory traffic, without running anything."""
@@ -43,10 +45,11 @@ def model_cost(node: Node) -> Cost:
     return Cost(int(busy) + MODEL_CALL_NS, getattr(node.target, "workspace_bytes", 0))
 
 
-def measure_costs(nodes: Iterable[Node], known: dict[str, Cost]) -> int:
+def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], watch: Watch = iter) -> int:
     """Add to `known` the cost of every node that can be run alone and is not there yet; returns how many those were.
 
-    One operation at a time, on nothing but its own tensors: a step that fits holds more than that.
+    One operation at a time, on nothing but its own tensors: a step that fits holds more than that. `watch` goes through
+    what is to be timed, and may show how far it is.
     """
     missing = {key: node for node in nodes if (key := signature(node)) not in known and _can_run_alone(node)}
     if not missing:
@@ -54,7 +57,7 @@ def measure_costs(nodes: Iterable[Node], known: dict[str, Cost]) -> int:
     num_known = len(known)
     with torch.random.fork_rng():  # random operations draw while they are measured
         measured = _measure_workspace(list(missing.values()))
-        for (key, node), workspace in zip(missing.items(), measured, strict=True):
+        for (key, node), workspace in watch(list(zip(missing.items(), measured, strict=True))):
             if workspace is not None:
                 known[key] = Cost(_measure_duration(node), workspace)
     return len(known) - num_known

@@ -1,0 +1,52 @@
+"""`tune`: the table of measured times filled ahead, so that later plans of a model begin at once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from undertow.api.budget_planning import Numerics, Terms, measured_costs
+from undertow.api.calls import check_call
+from undertow.api.planning import derive
+from undertow.capture.capture import capture
+from undertow.ir.cost import signature
+from undertow.ops.alternatives import find_alternatives
+from undertow.runtime.planned import guess_pattern
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was timed: distinct operations of the step and their alternatives, and those that ran in fast numerics."""
+
+    num_operations: int
+    fast_operations: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        chosen = ", ".join(f"{name} ({count})" for name, count in sorted(self.fast_operations.items()))
+        return f"{self.num_operations} operations timed on this machine\nchosen in fast numerics: {chosen or 'none'}"
+
+
+def tune(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Tuning:
+    """Time the operations of a training step in both numerics, and keep the times on disk."""
+    check_call(model, args, kwargs)
+    keys: set[str] = set()
+    fast: dict[str, int] = {}
+    for numerics in Numerics:
+        terms = Terms(numerics=numerics)
+        with torch.enable_grad():
+            captured = capture(model.forward, args, kwargs or {}, model)
+        program = derive(captured.program, guess_pattern(captured), terms)
+        nodes = [*program.nodes, *(alternative.node for alternative in find_alternatives(program))]
+        measured_costs(terms, nodes)
+        keys.update(signature(node) for node in nodes)
+        if numerics is Numerics.FAST:
+            for node in program.nodes:
+                if node.name.endswith((".fused", ".onednn")) or node.name.startswith(("convolution", "batch_norm")):
+                    fast[node.name] = fast.get(node.name, 0) + 1
+    return Tuning(len(keys), fast)
