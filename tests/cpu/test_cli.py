@@ -281,3 +281,16 @@ def test_solve_a_graph(capsys, tmp_path):
     assert code == 1 and "infeasible" in out
     for words in (("solve", str(tmp_path / "none.json"), "--peak", "0.9"), ("solve", str(graph), "--peak", "-1")):
         assert run(capsys, *words)[0] == 2
+
+
+def test_tune_times_both_numerics(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["tune", "lenet5", "--batch", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_operations"] > 10 and sum(found["fast_operations"].values()) > 0
+    assert list((tmp_path / "undertow").glob("costs-*.json"))
+
+
+def test_plan_with_unknown_numerics(capsys):
+    assert main(["plan", "lenet5", "--batch", "2", "--numerics", "quick"]) == 2
+    assert '"exact" or "fast"' in capsys.readouterr().err
