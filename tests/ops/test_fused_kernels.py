@@ -11,6 +11,7 @@ from undertow.kernels.elementwise import compile_chain
 from undertow.kernels.layer_norm import layer_norm_backward, layer_norm_forward
 from undertow.kernels.max_pool import max_pool_backward, max_pool_forward
 from undertow.kernels.optimizers import adam_step, is_bit_identical, sgd_step
+from undertow.kernels.product import multiply_blocked, multiply_naive
 from undertow.kernels.window_codes import encode_windows
 
 aten = torch.ops.aten
@@ -379,3 +380,16 @@ def test_cross_entropy_of_bad_rows():
         cross_entropy_forward(logits, torch.tensor([0, 1, 2, 3000]), -100, "mean", loss, torch.empty(4))
     with pytest.raises(ValueError, match="reduction"):
         cross_entropy_forward(logits, targets, -100, "none", loss, torch.empty(4))
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 1, 1), (3, 5, 7), (17, 33, 40), (70, 64, 129)])
+def test_products(rows, inner, columns, threads):
+    a, b, out = torch.randn(rows, inner), torch.randn(inner, columns), torch.empty(rows, columns)
+    exact, size = a.double() @ b.double(), a.abs().double() @ b.abs().double()
+    multiply_naive(a, b, out)
+    assert_near(out, exact, size, inner + 1)
+    for block_size in (1, 4, 16, 48, 256):
+        multiply_blocked(a, b, block_size, out)
+        assert_near(out, exact, size, inner + 1)
+    with pytest.raises(ValueError, match="block size"):
+        multiply_blocked(a, b, 0, out)

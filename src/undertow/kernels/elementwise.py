@@ -11,8 +11,8 @@ For instance y = gelu(x + bias) and the sum behind it:
 
 The source is a file under the user's cache folder, named by its hash, so that Numba's own cache serves the next
 process; where that folder cannot be written, the source is compiled in memory, every time. Multiplications and
-additions are fused, so the bits differ from PyTorch's; functions err by what `float_functions` states. An output may be an input.
-Not done: reductions, dtypes other than float32, broadcasting beyond rows and columns.
+additions are fused, so the bits differ from PyTorch's; functions err by what `float_functions` states. An output may be
+an input. Not done: reductions, dtypes other than float32, broadcasting beyond rows and columns.
 """
 
 from __future__ import annotations
