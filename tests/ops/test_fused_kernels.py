@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from undertow.kernels.batch_norm import batch_norm_backward, batch_norm_evaluate, batch_norm_forward, rows_of
+from undertow.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from undertow.kernels.elementwise import compile_chain
+from undertow.kernels.layer_norm import layer_norm_backward, layer_norm_forward
 from undertow.kernels.max_pool import max_pool_backward, max_pool_forward
 from undertow.kernels.optimizers import adam_step, is_bit_identical, sgd_step
+from undertow.kernels.product import multiply_blocked, multiply_naive
 from undertow.kernels.window_codes import encode_windows
 
 aten = torch.ops.aten
@@ -306,3 +309,87 @@ def test_chain_with_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
 def test_chain_refuses_what_it_does_not_know(arguments):
     with pytest.raises(ValueError, match="compile_chain"):
         compile_chain(*arguments)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 5), (70, 65), (600, 768)])
+def test_layer_norm(rows, columns, has_residual, threads):
+    x, residual, ct = (torch.randn(rows, columns) for _ in range(3))
+    weight, bias = torch.randn(columns), torch.randn(columns)
+    out, summed = torch.empty_like(x), torch.empty_like(x)
+    mean, inverse_std = torch.empty(rows), torch.empty(rows)
+    given = (residual, summed) if has_residual else (None, None)
+    layer_norm_forward(x, given[0], weight, bias, 1e-5, out, mean, inverse_std, given[1])
+    whole = x + residual if has_residual else x
+    if has_residual:
+        assert torch.equal(summed, whole)
+    exact = [tensor.double().requires_grad_() for tensor in (whole, weight, bias)]
+    y, their_mean, their_inverse = aten.native_layer_norm(exact[0], [columns], *exact[1:], 1e-5)
+    # Vectors of 16 sums, at least: columns / 16 roundings in a row, and a few to join them.
+    roundings = columns / 16 + 16
+    size = whole.abs().amax(1, keepdim=True)
+    assert_near(mean, their_mean[:, 0].detach(), size[:, 0], roundings)
+    # A variance of 0 next to epsilon: the error of the mean, squared, over epsilon.
+    assert_near(inverse_std, their_inverse[:, 0].detach(), their_inverse[:, 0].detach(), 2 * roundings)
+    spread = size * their_inverse.detach() * weight.abs() + bias.abs()
+    assert_near(out, y.detach(), spread, 3 * roundings)
+    ct_x, ct_weight, ct_bias = torch.empty_like(x), torch.empty(columns), torch.empty(columns)
+    layer_norm_backward(ct, whole, mean, inverse_std, weight, ct_x, ct_weight, ct_bias)
+    y.backward(ct.double())
+    normalised = (size * their_inverse).detach() + 1
+    scaled = (ct * weight).abs().amax(1, keepdim=True)
+    assert_near(ct_bias, exact[2].grad, ct.abs().sum(0), 34)
+    assert_near(ct_weight, exact[1].grad, (ct.abs() * normalised).sum(0), 34 + 3 * roundings)
+    assert_near(ct_x, exact[0].grad, their_inverse.detach() * scaled * normalised**2, 6 * roundings)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (5, 10), (9, 63), (33, 5003)])
+def test_cross_entropy(rows, classes, reduction, threads):
+    logits = torch.randn(rows, classes) * 20
+    targets = torch.randint(classes, (rows,))
+    if rows > 1:
+        targets[1] = -100
+        logits[0, classes // 2] = -float("inf")
+        targets[0] = 0
+    loss, logsumexp, ct_logits = torch.empty(()), torch.empty(rows), torch.empty_like(logits)
+    cross_entropy_forward(logits, targets, -100, reduction, loss, logsumexp)
+    exact = logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, targets, reduction=reduction)
+    size = logits[logits.isfinite()].abs().max() * (rows if reduction == "sum" else 1)
+    # One function's error and 32 lanes' roundings in the sum, which the logarithm turns into an absolute error.
+    assert_near(loss, expected.detach(), size + 1, 140)
+    cross_entropy_backward(0.7, logits, targets, -100, reduction, logsumexp, ct_logits)
+    expected.mul(0.7).backward()
+    # e^(x - logsumexp): the rounding of the difference and of logsumexp, and the function's.
+    assert_near(ct_logits, exact.grad, exact.grad.abs() * (2 * size + 4) + 2.0**-140, 140)
+    cross_entropy_backward(0.7, logits, targets, -100, reduction, logsumexp, logits)
+    assert torch.equal(ct_logits, logits)
+
+
+def test_cross_entropy_of_bad_rows():
+    logits = torch.randn(4, 3000)
+    logits[0, 7], logits[1], logits[2, :2500] = float("nan"), -float("inf"), -float("inf")
+    targets = torch.tensor([1, 2, 2900, 3])
+    loss, logsumexp = torch.empty(()), torch.empty(1)
+    for row in range(4):
+        cross_entropy_forward(logits[row : row + 1], targets[row : row + 1], -100, "sum", loss, logsumexp)
+        expected = torch.nn.functional.cross_entropy(logits[row : row + 1].double(), targets[row : row + 1])
+        assert_near(loss, expected, expected.abs() + 10, 140)
+    with pytest.raises(IndexError, match="3000"):
+        cross_entropy_forward(logits, torch.tensor([0, 1, 2, 3000]), -100, "mean", loss, torch.empty(4))
+    with pytest.raises(ValueError, match="reduction"):
+        cross_entropy_forward(logits, targets, -100, "none", loss, torch.empty(4))
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 1, 1), (3, 5, 7), (17, 33, 40), (70, 64, 129)])
+def test_products(rows, inner, columns, threads):
+    a, b, out = torch.randn(rows, inner), torch.randn(inner, columns), torch.empty(rows, columns)
+    exact, size = a.double() @ b.double(), a.abs().double() @ b.abs().double()
+    multiply_naive(a, b, out)
+    assert_near(out, exact, size, inner + 1)
+    for block_size in (1, 4, 16, 48, 256):
+        multiply_blocked(a, b, block_size, out)
+        assert_near(out, exact, size, inner + 1)
+    with pytest.raises(ValueError, match="block size"):
+        multiply_blocked(a, b, 0, out)

@@ -1,8 +1,8 @@
 """An elementwise chain, compiled into one pass over memory.
 
 In: what the inputs are ("full" [rows, columns], "row" [rows], "column" [columns], "scalar"), and steps, each the name
-of an operation and its operands: an int names an input or, after the inputs, the result of a step; a float is a constant.
-Out: a callable that takes the inputs and writes the chosen values into the outputs given, full-size float32.
+of an operation and its operands: an int names an input or, after the inputs, the result of a step; a float is a
+constant. Out: a callable that takes the inputs and writes the chosen values into the outputs given, full-size float32.
 
 For instance y = gelu(x + bias) and the sum behind it:
 
@@ -10,9 +10,9 @@ For instance y = gelu(x + bias) and the sum behind it:
     chain((x, bias), (total, y))
 
 The source is a file under the user's cache folder, named by its hash, so that Numba's own cache serves the next
-process; where that folder cannot be written, the source is compiled in memory, every time. Multiplications and additions are
-fused, so the bits differ from PyTorch's; functions err by what `float_functions` states. An output may be an input.
-Not done: reductions, dtypes other than float32, broadcasting beyond rows and columns.
+process; where that folder cannot be written, the source is compiled in memory, every time. Multiplications and
+additions are fused, so the bits differ from PyTorch's; functions err by what `float_functions` states. An output may be
+an input. Not done: reductions, dtypes other than float32, broadcasting beyond rows and columns.
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""Matrix products beside each other: naive, blocked at several block sizes, MKL, oneDNN. Two pictures and one table.
+
+The contenders are interleaved, the best of all rounds is taken: what is compared is how fast the loop can go, not what
+else the machine did. Usage: scripts/bench products [--rounds N] [--out F]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe_machine
+
+from undertow.kernels.product import multiply_blocked, multiply_naive
+
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
+MATRIX_SIZES = (64, 128, 256, 512, 1024, 2048)
+SWEPT_SIZE = 1024
+# Beyond this, the naive product only costs time.
+NAIVE_LIMIT = 1024
+WIDTH, HEIGHT, MARGIN = 640, 400, 56
+COLOURS = {"naive": "#d95f02", "blocked": "#1b9e77", "MKL": "#444444", "oneDNN": "#7570b3"}
+
+
+def contenders_of(size: int) -> dict[str, Callable[[], Any]]:
+    """Every way to multiply two square matrices of this size."""
+    a, b, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
+    transposed = b.t().contiguous()
+    contenders: dict[str, Callable[[], Any]] = {
+        "MKL": lambda: torch.mm(a, b, out=out),
+        "oneDNN": lambda: torch.ops.mkldnn._linear_pointwise(a, transposed, None, "none", [], ""),
+    }
+    if size <= NAIVE_LIMIT:
+        contenders["naive"] = lambda: multiply_naive(a, b, out)
+    for block in BLOCK_SIZES if size == SWEPT_SIZE else (64, 128, 256):
+        contenders[f"blocked {block}"] = lambda block=block: multiply_blocked(a, b, block, out)  # type: ignore[misc]
+    return contenders
+
+
+def measure(size: int, num_rounds: int) -> dict[str, float]:
+    """GFLOP/s of every contender: the best of all rounds."""
+    contenders = contenders_of(size)
+    best = dict.fromkeys(contenders, math.inf)
+    for contender in contenders.values():
+        contender()
+    for _ in range(num_rounds):
+        for name, contender in contenders.items():
+            start = time.perf_counter()
+            contender()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return {name: round(2 * size**3 / seconds / 1e9, 2) for name, seconds in best.items()}
+
+
+def draw(title: str, unit: str, lines: dict[str, list[tuple[float, float]]]) -> str:
+    """GFLOP/s over something that doubles, both axes logarithmic."""
+    points = [point for line in lines.values() for point in line]
+    low_x, high_x = min(math.log2(x) for x, _ in points), max(math.log2(x) for x, _ in points)
+    low_y = math.floor(math.log2(min(y for _, y in points)))
+    high_y = math.ceil(math.log2(max(y for _, y in points)))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return (
+            MARGIN + (math.log2(x) - low_x) / (high_x - low_x) * (WIDTH - 2 * MARGIN),
+            HEIGHT - MARGIN - (math.log2(y) - low_y) / (high_y - low_y) * (HEIGHT - 2 * MARGIN),
+        )
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"',
+        'font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{MARGIN}" y="24" font-size="15">{escape(title)}</text>',
+    ]
+    for x in sorted({x for x, _ in points}):
+        parts.append(f'<text x="{place(x, 1)[0]:.0f}" y="{HEIGHT - 36}" text-anchor="middle">{x:g}</text>')
+    parts.append(f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 22}" text-anchor="end">{escape(unit)}</text>')
+    for power in range(low_y, high_y + 1):
+        parts.append(
+            f'<text x="{MARGIN - 6}" y="{place(2**low_x, 2**power)[1]:.0f}" text-anchor="end">{2**power:g}</text>'
+        )
+    for index, (name, line) in enumerate(lines.items()):
+        colour = COLOURS[name.split()[0]]
+        path = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in line)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        for point in line:
+            x, y = place(*point)
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
+        parts.append(f'<circle cx="{MARGIN + 120 * index}" cy="{HEIGHT - 12}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{MARGIN + 8 + 120 * index}" y="{HEIGHT - 8}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    """Measure, write the table, draw both pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "products.json")
+    options = parser.parse_args()
+    result: dict[str, Any] = {"machine": describe_machine(), "unit": "GFLOP/s", "sizes": {}}
+    for size in MATRIX_SIZES:
+        result["sizes"][size] = measure(size, options.rounds)
+        print(size, result["sizes"][size], flush=True)
+    options.out.parent.mkdir(exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    swept = result["sizes"][SWEPT_SIZE]
+    over_blocks = {"blocked": [(float(block), swept[f"blocked {block}"]) for block in BLOCK_SIZES]}
+    for name in ("naive", "MKL", "oneDNN"):
+        over_blocks[name] = [(float(block), swept[name]) for block in (BLOCK_SIZES[0], BLOCK_SIZES[-1])]
+    over_sizes = {
+        name: [(float(size), rates[name]) for size, rates in result["sizes"].items() if name in rates]
+        for name in ("naive", "blocked 128", "MKL", "oneDNN")
+    }
+    title = f"GFLOP/s over the block size, {SWEPT_SIZE} x {SWEPT_SIZE}"
+    options.out.with_name("products-blocks.svg").write_text(draw(title, "block size", over_blocks))
+    options.out.with_name("products-sizes.svg").write_text(draw("GFLOP/s over the matrix size", "size", over_sizes))
+
+
+if __name__ == "__main__":
+    main()
