@@ -273,10 +273,10 @@ class _Comparison:
 
     def _is_without_statistics(self, node: Node, base: Node) -> bool:
         """A second run of batch normalisation leaves the running statistics out, and their new values with them."""
-        if not str(base.target).removeprefix("aten.").startswith("native_batch_norm"):
+        is_norm = str(base.target).removeprefix("aten.").startswith(("native_batch_norm", "batch_norm.fused"))
+        if not is_norm or node.args[3:5] != (None, None):
             return False
-        kept = [index for index, argument in enumerate(node.args) if argument is not None]
-        return node.args[3:5] == (None, None) and all(self._same(node.args[index], base.args[index]) for index in kept)
+        return self._same((*node.args[:3], *node.args[5:]), (*base.args[:3], *base.args[5:]))
 
     def _check_state(self, name: str, node: Node, position: int) -> None:
         """The state must be that from right before the first run, with no other draw in between."""

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 CostTable = Callable[[Sequence[Node]], Callable[[Node], Cost]]
 
-# The nodes that may stand for a node, itself among them where it may stay.
+# The nodes that may stand for a node, itself among them.
 _CHOICES: dict[Any, Callable[[Node], list[Node]]] = {
     aten.convolution.default: convolution_choices,
     aten.convolution_backward.default: convolution_backward_choices,
@@ -51,12 +51,12 @@ def choose_kernels(program: Program, measure: CostTable) -> Program:
     }
     if not choices:
         return program
-    cost_of = measure([node for nodes in choices.values() if len(nodes) > 1 for node in nodes])
+    cost_of = measure([node for nodes in choices.values() for node in nodes])
     nodes = list(program.nodes)
     renamed: dict[Value, Value] = {}
     for position, candidates in choices.items():
         before = nodes[position]
-        nodes[position] = min(candidates, key=lambda node: cost_of(node).duration_ns if len(candidates) > 1 else 0)
+        nodes[position] = min(candidates, key=lambda node: cost_of(node).duration_ns)
         for old, new in zip(before.outputs, nodes[position].outputs, strict=False):
             if old is not None and new is not None and old is not new:
                 renamed[old] = new
