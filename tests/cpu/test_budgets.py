@@ -63,9 +63,12 @@ class Planned:
         results = []
 
         def act():
+            # A runner notes them, to take another way at a branch from where this one began.
+            states = [generator.get_state() for generator in runner.generators if runner.has_guards]
             inputs = [self.captured.tensor_behind(item, tensors, modules) for item in runner.program.inputs]
             with torch.enable_grad():
                 results.append(runner.run_forward(inputs)[0][0])
+            del states
 
         torch.manual_seed(5)
         act()
