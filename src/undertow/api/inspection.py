@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from undertow.api.budget_planning import Terms
 from undertow.api.calls import check_call, check_optimizer
 from undertow.api.planning import derive
 from undertow.capture.capture import capture
@@ -34,8 +35,8 @@ def inspect(
     with torch.enable_grad():
         captured = capture(forward, args, kwargs or {}, model)
     pattern = guess_pattern(captured)
-    plan = make_plan(derive(captured.program, pattern))
-    forward_plan = make_plan(derive(captured.program, (False,) * len(pattern)))
+    plan = make_plan(derive(captured.program, pattern, Terms()))
+    forward_plan = make_plan(derive(captured.program, (False,) * len(pattern), Terms()))
     step = plan.program
     parameters = dict(model.named_parameters(remove_duplicate=False))
     trained = [

@@ -91,10 +91,10 @@ class RunnerMaker:
         return plan_for_budget(program, held, self.terms)
 
 
-def derive(program: Program, pattern: Pattern, terms: Terms | None = None, *, is_strict: bool = False) -> Program:
+def derive(program: Program, pattern: Pattern, terms: Terms, *, is_strict: bool = False) -> Program:
     """The Program with the backward pass from the outputs marked in `pattern`, by the kernels that `terms` allow."""
-    is_exact = terms is None or terms.numerics is Numerics.EXACT
-    if not is_exact:
+    is_fast = terms.numerics is Numerics.FAST
+    if is_fast:
         program = use_channels_last(program)
     if any(pattern):
         carriers = [program.outputs[place] for place in differentiable_outputs(program)]
@@ -102,6 +102,6 @@ def derive(program: Program, pattern: Pattern, terms: Terms | None = None, *, is
         wanted = [item.value for item in program.inputs if item.value in program.differentiable]
         program = forget_shape_only_reads(differentiate(program, outputs, wanted, is_strict=is_strict))
     program = remove_unused(program)
-    if terms is not None and not is_exact:
+    if is_fast:
         program = lay_out_gradients(choose_kernels(program, partial(measured_costs, terms)))
     return compact_oversized(program)

@@ -9,19 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from undertow.ir import Node, TensorType, Value
+from undertow.ir import Node, Value
 from undertow.ir.types import contiguous_strides
 from undertow.kernels.convolution import ALGORITHMS, ConvolutionShape
-from undertow.numerics.layout import is_channels_last
+from undertow.numerics.layout import is_channels_last, is_float_image
 from undertow.ops.fast_convolution import backward_by, forward_by
-
-aten = torch.ops.aten
 
 # The loops as written and im2col in one piece are there to be compared with; oneDNN's own is the node as it stands.
 _NEVER_FASTEST = {"plain loops", "im2col", "direct (oneDNN)"}
 CANDIDATES = tuple(item.name for item in ALGORITHMS if item.name not in _NEVER_FASTEST)
+_FORWARD, _BACKWARD = (frozenset(map(make, CANDIDATES)) for make in (forward_by, backward_by))
 _REFUSAL = {item.name: item.refusal for item in ALGORITHMS}
 
 
@@ -29,7 +26,7 @@ def convolution_choices(node: Node) -> list[Node]:
     """Ways to run a forward convolution, the given one first."""
     x, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args
     (y,) = node.outputs
-    if is_transposed or y is None or not _is_suited(x, weight) or not is_channels_last(y.tensor_type):
+    if is_transposed or y is None or not is_float_image(x, weight) or not is_channels_last(y.tensor_type):
         return []
     geometry = (*map(tuple, (stride, padding, dilation)), groups)
     own = [
@@ -43,7 +40,7 @@ def convolution_backward_choices(node: Node) -> list[Node]:
     """Ways to run both backward passes of a convolution, the given one first."""
     ct, x, weight, _, stride, padding, dilation, is_transposed, _, groups, wants = node.args
     ct_x, _, ct_bias = node.outputs
-    if is_transposed or not _is_suited(x, weight) or (ct_bias is not None and node.outputs[1] is None):
+    if is_transposed or not is_float_image(x, weight) or (ct_bias is not None and node.outputs[1] is None):
         return []
     if ct_x is not None and not is_channels_last(ct_x.tensor_type):
         return []
@@ -70,12 +67,12 @@ def with_mask(node: Node, ct: Value, y: Value) -> Node:
 
 def is_own_forward(node: Node) -> bool:
     """Whether the node is one of the choices above."""
-    return str(node.target).startswith("convolution.")
+    return node.target in _FORWARD
 
 
 def is_own_backward(node: Node) -> bool:
     """Whether the node is one of the choices above."""
-    return str(node.target).startswith("convolution_backward.")
+    return node.target in _BACKWARD
 
 
 def _contiguous(value: Value | None) -> Value | None:
@@ -83,12 +80,6 @@ def _contiguous(value: Value | None) -> Value | None:
         return value
     kind = value.tensor_type
     return Value(f"{value.name}_contiguous", replace(kind, strides=contiguous_strides(kind.shape)))
-
-
-def _is_suited(x: Any, weight: Any) -> bool:
-    kind: TensorType = x.tensor_type
-    is_float = kind.dtype is torch.float32 and weight.tensor_type.dtype is torch.float32
-    return is_float and kind.device.type == "cpu" and is_channels_last(kind)
 
 
 def _able(x: Value, weight: Value, stride: Any, padding: Any, dilation: Any, groups: int) -> list[str]:

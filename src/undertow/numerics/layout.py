@@ -47,6 +47,13 @@ def is_channels_last(kind: TensorType) -> bool:
     return len(kind.shape) == 4 and kind.strides == _channels_last_strides(kind.shape)
 
 
+def is_float_image(x: Value, *others: Value | None) -> bool:
+    """Whether own kernels can read x: dense channels_last on the CPU, in float32 as the others are."""
+    kind = x.tensor_type
+    is_float = all(item.tensor_type.dtype is torch.float32 for item in (x, *others) if item is not None)
+    return is_float and kind.device.type == "cpu" and is_channels_last(kind)
+
+
 def as_channels_last(kind: TensorType) -> TensorType:
     """The same tensor with its channels innermost."""
     return replace(kind, strides=_channels_last_strides(kind.shape))

@@ -9,17 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from undertow.ir import Node, Value
-from undertow.numerics.layout import is_channels_last
+from undertow.ir import Node
+from undertow.numerics.layout import is_channels_last, is_float_image
 from undertow.ops.fast_normalization import BATCH_NORM, BATCH_NORM_BACKWARD, BATCH_NORM_EVALUATE
 
 
 def batch_norm_choices(node: Node) -> list[Node]:
     """Ways to run batch normalisation; of its outputs, evaluation is asked for the first alone."""
     x, weight, bias, running_mean, running_var, is_training, momentum, epsilon = node.args
-    if not _is_suited(x, weight, bias, running_mean):
+    if not is_float_image(x, weight, bias, running_mean):
         return []
     if is_training:
         args: Any = (x, weight, bias, running_mean, running_var, momentum, epsilon, None, False)
@@ -30,7 +28,7 @@ def batch_norm_choices(node: Node) -> list[Node]:
 def batch_norm_evaluation_choices(node: Node) -> list[Node]:
     """Ways to run it by the running statistics."""
     x, weight, bias, running_mean, running_var, _, epsilon = node.args
-    if not _is_suited(x, weight, bias, running_mean):
+    if not is_float_image(x, weight, bias, running_mean):
         return []
     return _evaluation(node, (x, weight, bias, running_mean, running_var, epsilon, None, False))
 
@@ -38,7 +36,7 @@ def batch_norm_evaluation_choices(node: Node) -> list[Node]:
 def batch_norm_backward_choices(node: Node) -> list[Node]:
     """Ways to run its backward pass in training mode."""
     ct, x, weight, _, _, mean, inverse_std, is_training, _, _ = node.args
-    if not is_training or mean is None or not _is_suited(x, weight):
+    if not is_training or mean is None or not is_float_image(x, weight):
         return []
     if node.outputs[0] is None or not is_channels_last(node.outputs[0].tensor_type):
         return []
@@ -50,9 +48,3 @@ def _evaluation(node: Node, args: tuple[Any, ...]) -> list[Node]:
     if any(value is not None for value in node.outputs[1:]):
         return []
     return [node, replace(node, target=BATCH_NORM_EVALUATE, args=args, kwargs={}, outputs=node.outputs[:1])]
-
-
-def _is_suited(x: Value, *vectors: Value | None) -> bool:
-    kind = x.tensor_type
-    is_float = all(item.tensor_type.dtype is torch.float32 for item in (x, *vectors) if item is not None)
-    return is_float and kind.device.type == "cpu" and len(kind.shape) == 4 and is_channels_last(kind)
