@@ -221,14 +221,19 @@ def _checkpointed(work: Workload, every: int, is_selective: bool) -> nn.Module:
     return model
 
 
-def _compiled(work: Workload, ratio: float, backend: str) -> nn.Module:
-    def own(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Any:
-        # A callable of its own, or the copies of a model, whose code is one, would run the graph compiled first.
-        return lookup_backend(backend)(graph, examples)
+def own_backend(name: str) -> Callable[[torch.fx.GraphModule, list[torch.Tensor]], Any]:
+    """The backend as a callable of its own: copies of a model, whose code is one, would run what was compiled first."""
 
+    def compile_graph(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Any:
+        return lookup_backend(name)(graph, examples)
+
+    return compile_graph
+
+
+def _compiled(work: Workload, ratio: float, backend: str) -> nn.Module:
     model = _copy(work.model)
     with torch._functorch.config.patch(activation_memory_budget=ratio):
-        compiled = torch.compile(model, backend=own, dynamic=False)
+        compiled = torch.compile(model, backend=own_backend(backend), dynamic=False)
         _plain_step(compiled, work)()  # compiles under this ratio
     return compiled
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ def describe_machine() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "undertow": version("undertow"),
         "commit": commit,
         "load_at_start": os.getloadavg()[0],
     }

@@ -16,6 +16,7 @@ from undertow.ir import InputKind, Node, Plan, Program, format_bytes
 from undertow.ir.check_plan import check_plan
 from undertow.ir.cost import Cost, signature
 from undertow.ops.alternatives import find_alternatives
+from undertow.ops.fused import compile_groups
 from undertow.ops.interpret import generators_of
 from undertow.ops.opaque import CustomFunction
 from undertow.ops.own import GENERATOR_STATE, GUARDS
@@ -108,6 +109,7 @@ def make_budget_planner(program: Program, held: Mapping[str, int], terms: Terms)
     alternatives = find_alternatives(program)
     nodes = [*program.nodes, *(alternative.node for alternative in alternatives)]
     nodes += [part for node in program.nodes if isinstance(node.target, StepAfterwards) for part in node.target.parts()]
+    compile_groups(nodes)
     cost_of = _cost_table(nodes, terms)
     return make_planner(
         program,

@@ -32,8 +32,10 @@ from undertow.capture.origins import place_of
 from undertow.errors import CallError
 from undertow.ir import Plan, Program
 from undertow.numerics.choose import choose_kernels, lay_out_gradients
+from undertow.numerics.fusion import fuse
 from undertow.numerics.layout import use_channels_last
 from undertow.ops.cleaning import remove_unused
+from undertow.ops.fused import compile_groups
 from undertow.ops.oversized import compact_oversized
 from undertow.ops.shape_only import forget_shape_only_reads
 from undertow.ops.tables import make_plan
@@ -102,6 +104,13 @@ def derive(program: Program, pattern: Pattern, terms: Terms, *, is_strict: bool 
         wanted = [item.value for item in program.inputs if item.value in program.differentiable]
         program = forget_shape_only_reads(differentiate(program, outputs, wanted, is_strict=is_strict))
     program = remove_unused(program)
-    if is_fast:
+    if is_fast and _is_on_gpu(program):
+        program = lay_out_gradients(fuse(program))
+        compile_groups(program.nodes)
+    elif is_fast:
         program = lay_out_gradients(choose_kernels(program, partial(measured_costs, terms)))
     return compact_oversized(program)
+
+
+def _is_on_gpu(program: Program) -> bool:
+    return any(item.value.tensor_type.device.type == "cuda" for item in program.inputs)

@@ -20,6 +20,7 @@ import torch
 
 from undertow.ir import Node, Program, TensorType, Value
 from undertow.kernels.bits import num_packed_bytes, pack_mask, unpack_mask
+from undertow.ops.fused import Group, fused
 from undertow.ops.lifetimes import is_dense, shared_argument
 from undertow.ops.own import GENERATOR_STATE_BYTES, OwnOperation, Replayed, is_random
 from undertow.ops.registry import bind_arguments
@@ -109,6 +110,11 @@ def _second_runs(position: int, node: Node) -> Iterator[Alternative]:
         yield Alternative(
             Role.SECOND_RUN, position, replace(node, target=target, args=(state, *node.args)), state=state
         )
+    if isinstance(group := getattr(node.target, "run", None), Group):
+        values = {**dict(zip(group.reads, node.args, strict=True)), **dict(zip(group.makes, node.outputs, strict=True))}
+        for part in group.parts():
+            args, outputs = (tuple(values[value] for value in side) for side in (part.reads, part.makes))
+            yield Alternative(Role.SECOND_RUN, position, replace(node, target=fused(part), args=args, outputs=outputs))
     second_run = _SECOND_RUNS.get(node.target)
     if second_run is not None:
         yield Alternative(Role.SECOND_RUN, position, second_run(node))

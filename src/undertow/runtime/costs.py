@@ -170,11 +170,12 @@ def _storages(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
 
 def _measure_workspace_cuda(node: Node) -> int | None:
     call, _ = _prepare(node)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     with below_autograd(), torch.enable_grad():
         try:
+            call()  # what a kernel takes for itself at its first run, it keeps
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             outputs = call()
         except (RuntimeError, IndexError):
             return None
