@@ -41,6 +41,7 @@ def _cudnn_batch_norm(*args: Any) -> tuple[torch.Tensor, ...]:
 @cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._decomp import get_decompositions
+    from torch._inductor import lowering  # noqa: F401  the decompositions use it without importing it
     from torch._inductor.decomposition import select_decomp_table
 
     further = [aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward, aten.native_layer_norm]

@@ -17,6 +17,8 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from undertow.ir import Node, Program, Value, map_values
 from undertow.numerics.alignment import align_products
 from undertow.numerics.expansion import expand
@@ -245,9 +247,7 @@ class _Pass:
         if piece.is_group:
             if not piece.makes:
                 return []
-            group = Group(piece.nodes, piece.reads, tuple(piece.makes))
-            outputs = tuple(piece.makes.values())
-            nodes.append(Node(fused(group), piece.reads, {}, outputs, piece.nodes[-1].origin))
+            nodes.append(_join_nodes(piece))
         else:
             (node,) = piece.members
             read: Callable[[Value], Value] = lambda value: self._view(value, nodes)  # noqa: E731
@@ -275,6 +275,19 @@ class _Pass:
             replace(node, args=args, outputs=tuple(None if item is None else renamed[item] for item in node.outputs))
         )
         return self.views[value]
+
+
+def _join_nodes(piece: _Piece) -> Node:
+    """One node for a group; a single operation stays what it is."""
+    if len(piece.nodes) == 1:
+        (node,) = piece.nodes
+        if node.target is torch.ops.prims.convert_element_type.default:  # Inductor's name for a cast
+            node = replace(
+                node, target=torch.ops.aten._to_copy.default, args=node.args[:1], kwargs={"dtype": node.args[1]}
+            )
+        return replace(node, outputs=tuple(piece.makes.get(value) if value else None for value in node.outputs))
+    group = Group(piece.nodes, piece.reads, tuple(piece.makes))
+    return Node(fused(group), piece.reads, {}, tuple(piece.makes.values()), piece.nodes[-1].origin)
 
 
 def _delay_repeats(pieces: Sequence[_Piece]) -> list[_Piece]:

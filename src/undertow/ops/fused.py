@@ -46,7 +46,7 @@ class Group:
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         compiled = _COMPILED.get(self.key)
         if compiled is not None:
-            return tuple(compiled(*tensors))
+            return tuple(compiled(list(tensors)))
         environment: dict[Value, Any] = dict(zip(self.reads, tensors, strict=True))
         for node in self.nodes:
             run_node(node, environment)
@@ -67,13 +67,27 @@ class Group:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def compile(self) -> None:
-        """Have Inductor compile the group, unless one like it was compiled before."""
-        if self.key not in _COMPILED:
-            from torch._inductor.compile_fx import compile_fx
+        """Have Inductor compile the group, unless one like it was compiled before.
 
-            examples = [_make_example(value) for value in self.reads]
-            with torch.no_grad():
-                _COMPILED[self.key] = compile_fx(self._as_graph(), examples)  # type: ignore[assignment]
+        What Inductor makes is called directly: AOTAutograd's wrapper around it, which sees to aliases and mutations
+        that a group does not have, takes longer than a small kernel.
+        """
+        if self.key in _COMPILED:
+            return
+        from torch._inductor import lowering  # noqa: F401  its decompositions use it without importing it
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        found: list[Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]] = []
+
+        def compile_inner(graph: torch.fx.GraphModule, examples: Sequence[Any], **settings: Any) -> Any:
+            (results,) = graph.graph.find_nodes(op="output")[0].args
+            assert len(results) == len(self.makes) and len(examples) == len(self.reads)
+            found.append(compile_fx_inner(graph, examples, **settings))
+            return found[-1]
+
+        with torch.no_grad():
+            compile_fx(self._as_graph(), [_make_example(value) for value in self.reads], inner_compile=compile_inner)
+        (_COMPILED[self.key],) = found
 
     def parts(self) -> list[Group]:
         """For each result the smaller group, if there is one, that makes it elementwise from the others as well."""
