@@ -4,7 +4,7 @@ A step is forward pass, loss and backward pass under autocast. Undertow runs wit
 every peer. Rounds are interleaved; the peak is that of PyTorch's allocator. Nothing is dropped out: PyTorch's compiled
 steps draw other numbers than eager.
 
-Usage: scripts/bench gpu MODEL [--rounds N] [--skip PEER,PEER] [--mib N ...] [--out F]     MODEL: gpt2_small, gpt2_large, resnet50
+Usage: scripts/bench gpu gpt2_small|gpt2_large|resnet50 [--rounds N] [--skip PEER,PEER] [--mib N ...] [--out F]
 """
 
 from __future__ import annotations
