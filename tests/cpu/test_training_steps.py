@@ -325,3 +325,12 @@ def test_a_lost_profile_is_no_measurement():
 
     with pytest.raises(ut.UndertowError, match="lost its record"):
         measure_call(call, [])
+
+
+def test_planning_leaves_a_running_profiler_alone():
+    model, x = nn.Linear(53, 7), torch.randn(3, 53)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        with pytest.raises(ut.CallError, match="it is running"):
+            ut.train_step(model, (x,), loss=torch.sum, budget="1MiB")
+        torch.randn(100)
+    assert any(event.name == "aten::randn" for event in profiler.events())

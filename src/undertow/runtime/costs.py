@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from undertow.errors import CallError, UndertowError
 from undertow.ir import Node, OpaqueType, Value, map_values
 from undertow.ir.cost import Cost, signature
 from undertow.ops.modes import below_autograd
@@ -115,6 +116,11 @@ def _measure_workspace(nodes: Sequence[Node]) -> list[int | None]:
         value.tensor_type.device.type == "cuda" for node in nodes for value in node.kept_outputs
     ):
         return [_measure_workspace_cuda(node) for node in nodes]
+    if torch._C._autograd._profiler_enabled():
+        raise CallError(
+            "operations' memory is measured with torch.profiler, which can run once only, and it is running: make the "
+            'plan before profiling, or plan with costs="model"'
+        )
     found: list[int | None] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         for node in nodes:
@@ -141,10 +147,10 @@ def _peak_between_marks(sizes: Iterator[int]) -> int:
     current = peak = 0
     for size in sizes:
         if size == END_BYTES:
-            break
+            return peak
         current += size
         peak = max(peak, current)
-    return peak
+    raise UndertowError("torch.profiler lost the memory events of an operation that was measured; plan again")
 
 
 def _run_marked(node: Node) -> int | None:
