@@ -206,7 +206,7 @@ class _Pass:
     def _make_again(self, value: Value, order: float) -> None:
         if value in self.again:
             return
-        self.again[value] = Value(f"{value.name}_again", value.type)
+        self.again[value] = Value(f"{value.name}_again", value.type) if self.is_backward else value
         piece = _Piece((), order, is_group=True, makes={value: self.again[value]})
         piece.nodes, piece.reads = self._slice([value], set())
         self.pieces.append(piece)
