@@ -166,17 +166,20 @@ class TrainStep:
                 "the optimizer got a step hook after train_step was made, and its updates run inside the backward "
                 "pass; register the hook first, and the optimizer steps afterwards"
             )
-        for name, parameter in self.model.named_parameters():
+        for parameter in self._runner.parameters():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise CallError(
-                    f"parameter {name} has a gradient hook, which train_step does not call; remove it, or train "
-                    f"with ut.plan, loss.backward() and optimizer.step()"
+                    f"parameter {self._name_of(parameter)} has a gradient hook, which train_step does not call; remove "
+                    f"it, or train with ut.plan, loss.backward() and optimizer.step()"
                 )
             if self.updates_inside and parameter.grad is not None and parameter in self._updated:
                 raise CallError(
-                    f"parameter {name} has a .grad from elsewhere, to which this step would not add; call "
-                    f"zero_grad() first, or accumulate with train_step(accumulate=)"
+                    f"parameter {self._name_of(parameter)} has a .grad from elsewhere, to which this step would not "
+                    f"add; call zero_grad() first, or accumulate with train_step(accumulate=)"
                 )
+
+    def _name_of(self, parameter: torch.nn.Parameter) -> str:
+        return next(name for name, item in self.model.named_parameters() if item is parameter)
 
     def walk(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Node, list[Any]]]:
         """Run a step one operation at a time, giving each with its outputs; no update is made."""

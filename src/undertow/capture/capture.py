@@ -54,14 +54,19 @@ class Captured:
 
     def tensor_behind(self, item: Input, tensors: list[torch.Tensor], modules: dict[str, torch.nn.Module]) -> Any:
         """The tensor an input stands for: among a call's `tensors`, or, found anew at every call, in a module."""
+        holder, key = self.place_of(item, modules)
+        return (tensors if holder is None else holder)[key]
+
+    def place_of(self, item: Input, modules: dict[str, torch.nn.Module]) -> tuple[Any, Any]:
+        """What holds the tensor an input stands for, and under which key; None for the tensors of the call."""
         if item.kind is InputKind.ARGUMENT:
-            return tensors[self.arguments[item.value]]
+            return None, self.arguments[item.value]
         if item.kind is InputKind.CONSTANT:
-            return self.constants[item.value]
+            return self.constants, item.value
         owner, _, name = item.path.rpartition(".")
         module = modules[owner]
         groups: dict[InputKind, Any] = {InputKind.PARAMETER: module._parameters, InputKind.BUFFER: module._buffers}
-        return groups.get(item.kind, module.__dict__)[name]
+        return groups.get(item.kind, module.__dict__), name
 
 
 def capture(

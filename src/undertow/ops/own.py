@@ -5,8 +5,9 @@ Each behaves like an ATen operation: called with tensors, it returns tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -135,19 +136,40 @@ class Mutating:
     returns_tuple = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        bound = bind_arguments(self.target, args, kwargs)
-        copies = []
-        for name in schema_of(self.target).mutated:
-            if isinstance(bound[name], torch.Tensor):
-                bound[name] = _restride(bound[name], bound[name].stride())
-                copies.append(bound[name])
-        result = call_bound(self.target, bound)
+        places = _places_of_mutated(self.target)
+        if kwargs or places is None or len(args) <= max(places):
+            bound = bind_arguments(self.target, args, kwargs)
+            copies = _copy_items(bound, schema_of(self.target).mutated)
+            result = call_bound(self.target, bound)
+        else:  # the common case, without the cost of naming every argument
+            given = list(args)
+            copies = _copy_items(given, places)
+            result = self.target(*given)
         outputs = flatten_outputs(result) if result is not None else []
         fresh = [output for output in outputs if not any(output is copy for copy in copies)]
         return (*fresh, *copies)
 
     def __str__(self) -> str:
         return f"{operation_name(self.target)}.functional"
+
+
+@cache
+def _places_of_mutated(target: OpOverload) -> tuple[int, ...] | None:
+    """The positions of the mutated arguments; None where one is given by name only."""
+    arguments = {item.name: (place, item) for place, item in enumerate(target._schema.arguments)}
+    mutated = [arguments[name] for name in schema_of(target).mutated]
+    return None if any(item.kwarg_only for _, item in mutated) else tuple(place for place, _ in mutated)
+
+
+def _copy_items(container: Any, keys: Iterable[Any]) -> list[torch.Tensor]:
+    """Replace the tensors at `keys` by copies of the same strides, which are returned."""
+    copies = []
+    for key in keys:
+        tensor = container[key]
+        if isinstance(tensor, torch.Tensor):
+            container[key] = tensor.clone() if tensor.is_contiguous() else _restride(tensor, tensor.stride())
+            copies.append(container[key])
+    return copies
 
 
 def call_bound(target: OpOverload, bound: dict[str, Any]) -> Any:

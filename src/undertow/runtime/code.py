@@ -168,7 +168,9 @@ class _Writer:
         target = _BACKWARD_TARGETS.get(node.target, node.target) if is_backward else node.target
         arguments = [self._write_argument(argument) for argument in node.args]
         arguments += [f"{name}={self._write_argument(argument)}" for name, argument in node.kwargs.items()]
-        call = f"{self._constant(target)}({', '.join(arguments)})"
+        # An OpOverload only hands its arguments on to `_op`, at the cost of a Python frame.
+        function = target._op if isinstance(target, OpOverload) else target
+        call = f"{self._constant(function)}({', '.join(arguments)})"
         if not node.outputs:
             return call
         names = [self._name(value) if value is not None else "_" for value in node.outputs]

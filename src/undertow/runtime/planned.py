@@ -19,11 +19,12 @@ from torch.autograd import forward_ad
 
 from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
 from undertow.ir import Node, Plan, Program
-from undertow.ir.structure import ATOMS, Same, fill_slots, structure_key, tensors_in
+from undertow.ir.structure import ATOMS, fill_slots, structure_key, tensors_in
 from undertow.ops.interpret import run_node
-from undertow.ops.modes import autocast_state, below_autograd
+from undertow.ops.modes import below_autograd
 from undertow.ops.own import GuardMiss
 from undertow.ops.traced_tensor import TracedTensor
+from undertow.runtime.model_state import ModelState
 from undertow.runtime.step import Pattern, Run, Step, attach_backward
 
 MAX_OUTCOMES = 64  # ways through a model's branches on tensor values
@@ -40,6 +41,9 @@ class Variant:
         self.differentiable = differentiable_outputs(captured.program)
         self.pattern = pattern
         self._steps: dict[Pattern, Step] = {}
+        self.sources: dict[
+            Step, tuple[Any, list[tuple[Any, Any]]]
+        ] = {}  # of inputs, and the modules they were found in
 
     def step(self) -> Step:
         """The step for the gradients that are expected."""
@@ -95,15 +99,19 @@ class Runner:
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
         self._last: Variant | None = None
         self._num_new_states = 0
-        self._assigned: set[tuple[int, str]] = set()  # attributes that forward itself assigns, by their owner's id
-        self._modules = dict(model.named_modules())
-        self._children = _children(self._modules)
+        self._state = ModelState(model)
 
     @property
     def plan(self) -> Plan:
         """The plan of the step that was last prepared or run; a call that was refused leaves it as it was."""
         assert self._last is not None
         return self._last.step().plan
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The model's parameters as the last call found them; asking the model itself takes longer."""
+        return (
+            item for module in self._state.modules.values() for item in module._parameters.values() if item is not None
+        )
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture and plan the step for such a call; runs nothing."""
@@ -156,7 +164,7 @@ class Runner:
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
         program = variant.step().plan.base
         environment = {
-            item.value: variant.captured.tensor_behind(item, tensors, self._modules) for item in program.inputs
+            item.value: variant.captured.tensor_behind(item, tensors, self._state.modules) for item in program.inputs
         }
         for node in filter(is_run, program.nodes):
             with below_autograd():
@@ -164,7 +172,7 @@ class Runner:
             yield node, [environment[value] for value in node.kept_outputs]
 
     def _lookup(self, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> list[Variant]:
-        key = (structure_key(args), structure_key(kwargs), _sharing(tensors), self._state_key())
+        key = (structure_key(args), structure_key(kwargs), _sharing(tensors), self._state.key())
         variants = self._variants.setdefault(key, [])
         self._variants.move_to_end(key)
         if len(self._variants) > MAX_CAPTURES:
@@ -193,7 +201,7 @@ class Runner:
                 f"or leave this part of the model unplanned"
             )
         self._refuse_ever_new_states(captured)
-        self._assigned.update((id(item.owner), item.name) for item in captured.assignments)
+        self._state.assigned.update((id(item.owner), item.name) for item in captured.assignments)
         variants.append(Variant(captured, self._make_plan, self._expect(captured)))
         return variants[-1]
 
@@ -219,9 +227,17 @@ class Runner:
             for buffer, before in buffers:
                 buffer.data.copy_(before)
 
+    def _sources(self, variant: Variant, step: Step) -> list[tuple[Any, Any]]:
+        """Where each input of a step is found at every call."""
+        modules = self._state.modules
+        if step not in variant.sources or variant.sources[step][0] is not modules:
+            found = [variant.captured.place_of(item, modules) for item in step.program.inputs]
+            variant.sources[step] = (modules, found)
+        return variant.sources[step][1]
+
     def _run(self, variant: Variant, tensors: list[torch.Tensor]) -> Any:
         step = variant.step()
-        inputs = [variant.captured.tensor_behind(item, tensors, self._modules) for item in step.program.inputs]
+        inputs = [(tensors if holder is None else holder)[key] for holder, key in self._sources(variant, step)]
         needs_gradient = any(variant.pattern)
         states = [generator.get_state() for generator in step.generators if needs_gradient or step.has_guards]
         kept = {place: inputs[place].clone() for place in step.replayed_updates} if needs_gradient else {}
@@ -254,78 +270,6 @@ class Runner:
         for assignment in variant.captured.assignments:
             assignment.owner[assignment.name] = fill_slots(assignment.skeleton, outputs)
         return fill_slots(variant.captured.skeleton, outputs)
-
-    def _attributes(self) -> Any:
-        seen: set[int] = set()
-        return tuple(_module_key(module, self._assigned, seen) for module in self._modules.values())
-
-    def _state_key(self) -> Any:
-        """Everything outside the arguments that decides which operations run."""
-        children = _children(self._modules)
-        if children != self._children:  # a submodule was replaced
-            self._modules = dict(self.model.named_modules())
-            self._children = children = _children(self._modules)
-        return (
-            children,
-            self._attributes(),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            autocast_state(),
-            torch.is_autocast_cache_enabled(),
-            torch.get_default_dtype(),
-            torch.backends.cuda.flash_sdp_enabled(),
-            torch.backends.cuda.math_sdp_enabled(),
-            torch.backends.cuda.mem_efficient_sdp_enabled(),
-        )
-
-
-def _children(modules: dict[str, torch.nn.Module]) -> Any:
-    return tuple(tuple(module._modules.values()) for module in modules.values())
-
-
-_INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
-_MAX_CONTAINER = 64  # longer ones are taken as they were
-
-
-def _module_key(module: torch.nn.Module, assigned: set[tuple[int, str]], seen: set[int]) -> Any:
-    """A module's mode, its Python attributes, its hooks, and the types of its tensors. `seen` are objects done with."""
-    attributes = tuple(
-        (name, _attribute_key(item, (id(module.__dict__), name) in assigned, seen))
-        for name, item in module.__dict__.items()
-        if name not in _INTERNAL
-    )
-    tensors = tuple(
-        None if tensor is None else _tensor_key(tensor)
-        for group in (module._parameters, module._buffers)
-        for tensor in group.values()
-    )
-    return attributes, tensors, tuple(module._forward_pre_hooks.values()), tuple(module._forward_hooks.values())
-
-
-def _tensor_key(tensor: torch.Tensor) -> Any:
-    return tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device
-
-
-def _attribute_key(item: Any, is_assigned: bool, seen: set[int]) -> Any:
-    """Numbers and texts by value, tensors by type, containers and settings by what they hold, others by identity."""
-    if type(item) in ATOMS_SET:
-        return item
-    if isinstance(item, torch.Tensor):
-        return _tensor_key(item)
-    if is_assigned:
-        return structure_key(item)
-    if type(item) in (tuple, list, set) and len(item) <= _MAX_CONTAINER:
-        return tuple(part if type(part) in ATOMS_SET else Same(part) for part in item)
-    if type(item) is dict and len(item) <= _MAX_CONTAINER:
-        return tuple((name, part if type(part) in ATOMS_SET else Same(part)) for name, part in item.items())
-    if id(item) in seen or callable(item) or not hasattr(item, "__dict__"):
-        return Same(item)
-    seen.add(id(item))
-    settings = tuple((name, part) for name, part in vars(item).items() if type(part) in ATOMS_SET)
-    return Same(item), settings
-
-
-ATOMS_SET = frozenset(ATOMS)
 
 
 def _refuse_tangents(tensors: list[torch.Tensor]) -> None:

@@ -56,9 +56,9 @@ class Step:
         with below_autograd():
             results = list(self.code.forward(inputs, slots))
         num_outputs = len(self.program.outputs)
-        with torch.no_grad():
-            for position, new in zip(self.update_inputs, results[num_outputs:], strict=True):
-                inputs[position].copy_(new)
+        if self.update_inputs:
+            with torch.no_grad():
+                torch._foreach_copy_([inputs[position] for position in self.update_inputs], results[num_outputs:])
         return results[:num_outputs], slots
 
     def _find_replayed_updates(self) -> list[int]:

@@ -1,0 +1,100 @@
+"""Exact steps beside eager's over the whole zoo and nine `transformers` families: eager's time over Undertow's.
+
+Both run in one process, so eager too has the memory mapped that Undertow keeps mapped: the ratio is the one to an eager
+whose allocator is tuned, below that to one as it comes. Rounds are interleaved, in alternating order; the ratio is
+taken round by round.
+
+Usage: scripts/bench never_slower [--rounds N] [--only NAME,NAME] [--out F]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe_machine
+
+import undertow as ut
+from undertow.models import SMALL, ZOO
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from families import FAMILIES
+
+# Steps of 0.02 to 2 s.
+BATCH = {
+    "mlp": 256, "lenet300": 256, "lenet5": 256, "alexnet": 16, "vgg_small": 64, "vgg16": 2, "resnet50": 2, "unet": 1,
+    "gpt": 1, "char_gpt": 32, "lstm": 8,
+}  # fmt: skip
+
+
+def zoo_steps(name: str, size: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Eager's step and ours, of the same model."""
+    zoo = (ZOO if size == "full" else SMALL)[name]
+    batch = BATCH[name] if size == "full" else 4
+    model, args, targets = zoo.build(), zoo.example_inputs(batch), zoo.example_targets(batch)
+    step = ut.train_step(model, args, targets=targets, loss=zoo.loss)
+    return _without_gradients(model, lambda: zoo.loss(model(*args), *targets).backward(), lambda: step(*args, *targets))
+
+
+def family_steps(name: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The same for a family."""
+    build, kwargs = FAMILIES[name]
+    model = build().train()
+    step = ut.train_step(model, (), kwargs)
+    return _without_gradients(model, lambda: model(**kwargs).loss.backward(), lambda: step(**kwargs))
+
+
+def _without_gradients(model: Any, *calls: Callable[[], Any]) -> Any:
+    def wrap(call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> None:
+            model.zero_grad(set_to_none=True)
+            call()
+
+        return run
+
+    return tuple(map(wrap, calls))
+
+
+def compare(eager: Callable[[], Any], ours: Callable[[], Any], num_rounds: int) -> dict[str, float]:
+    """Medians and the quartiles of the ratio."""
+    times: dict[Callable[[], Any], list[float]] = {eager: [], ours: []}
+    for number in range(num_rounds + 2):
+        for call in (eager, ours) if number % 2 else (ours, eager):
+            start = time.perf_counter()
+            call()
+            times[call].append(time.perf_counter() - start)
+    pairs = zip(times[eager][2:], times[ours][2:], strict=True)
+    low, middle, high = statistics.quantiles([theirs / own for theirs, own in pairs], n=4)
+    return {"ratio": middle, "low": low, "high": high, "eager_s": statistics.median(times[eager][2:])}
+
+
+def main() -> None:
+    """Everything, the slowest first."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", default="benchmarks/results/never_slower.json")
+    options = parser.parse_args()
+    cases: dict[str, Callable[[], Any]] = {name: lambda name=name: zoo_steps(name, "full") for name in BATCH}
+    cases |= {f"small {name}": lambda name=name: zoo_steps(name, "small") for name in SMALL}
+    cases |= {f"transformers {name}": lambda name=name: family_steps(name) for name in FAMILIES}
+    rows = {}
+    for name in options.only.split(",") if options.only else cases:
+        torch.manual_seed(0)
+        rows[name] = compare(*cases[name](), options.rounds)
+        gc.collect()
+        print(f"{name:24} {rows[name]['ratio']:.3f} ({rows[name]['low']:.3f} to {rows[name]['high']:.3f})", flush=True)
+    print("least:", min(row["ratio"] for row in rows.values()))
+    Path(options.out).write_text(json.dumps({"machine": describe_machine(), "cases": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
