@@ -16,7 +16,7 @@ from typing import Any
 
 from machine import describe_machine
 
-SETTINGS = ["--batch", "64", "--lr", "0.05", "--momentum", "0.9", "--weight-decay", "5e-4", "--schedule", "cosine"]
+SETTINGS = ["--batch", "64", "--lr", "0.02", "--momentum", "0.9", "--weight-decay", "5e-4", "--schedule", "cosine"]
 
 
 def train(data: str, numerics: str, seed: int, epochs: int) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class _Aligner:
     def _add_product(self, node: Node) -> None:
         left, right = node.args
         (result,) = node.kept_outputs
-        rows, inner, columns = (*left.tensor_type.shape, right.tensor_type.shape[1])
+        rows, inner = left.tensor_type.shape
+        columns = right.tensor_type.shape[1]
         unit = UNIT_BYTES // result.tensor_type.dtype.itemsize
         more_rows, more_inner, more_columns = (-size % unit for size in (rows, inner, columns))
         largest = max(value.tensor_type.num_elements for value in (left, right, result))

@@ -27,7 +27,7 @@ from undertow.ops.schema import flatten_outputs, schema_of
 aten = torch.ops.aten
 
 # Batch normalisation as an operation that gives its new statistics instead of writing them.
-_FUNCTIONAL = {
+_FUNCTIONAL: dict[Any, Callable[..., Any]] = {
     Mutating(aten.native_batch_norm.default): lambda *args: aten._native_batch_norm_legit_functional(*args),
     Mutating(aten.cudnn_batch_norm.default): lambda *args: _cudnn_batch_norm(*args),
 }
@@ -111,6 +111,7 @@ class _Expander:
                 holders = [item] if schema_of(item.target).returns_single else _parts_of(item)
                 outputs = []
                 for place, (holder, fake) in enumerate(zip(holders, flatten_outputs(item.meta["val"]), strict=True)):
+                    assert fake is not None
                     kind = TensorType.of(fake)
                     value = known.get(holder) if holder is not None else None
                     is_new = value is None or value.type != kind
@@ -127,7 +128,9 @@ def _parts_of(item: torch.fx.Node) -> list[torch.fx.Node | None]:
     """The nodes that take each of several outputs; None where nobody takes it."""
     parts: list[torch.fx.Node | None] = [None] * len(item.meta["val"])
     for user in item.users:
-        parts[user.args[1]] = user
+        place = user.args[1]
+        assert isinstance(place, int)
+        parts[place] = user
     return parts
 
 

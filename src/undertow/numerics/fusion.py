@@ -102,7 +102,7 @@ class _Fuser:
     def _passed_on(self, nodes: Sequence[Node]) -> set[Value]:
         """Values that a fusible node of another level reads."""
         level = self.levels(nodes)
-        found = set()
+        found: set[Value] = set()
         for node in nodes:
             if is_fusible(node.target):
                 sources = (self.behind_views(value) for value in node.inputs)

@@ -129,12 +129,16 @@ def _make_example(value: Value) -> torch.Tensor:
     return torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=kind.device)
 
 
-@cache
 def is_fusible(target: Any) -> bool:
     """Whether Inductor makes part of a pass over memory of it."""
+    return isinstance(target, OpOverload) and _is_lowered(target)
+
+
+@cache
+def _is_lowered(target: OpOverload) -> bool:
     from torch._inductor.lowering import fallbacks, lowerings
 
-    if not isinstance(target, OpOverload) or has_effect(target) or is_view(target) or schema_of(target).mutated:
+    if has_effect(target) or is_view(target) or schema_of(target).mutated:
         return False
     if target.overloadpacket in flop_registry or target in WHOLE or "empty" in target._schema.name:
         return False
