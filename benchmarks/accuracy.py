@@ -24,8 +24,7 @@ def train(data: str, numerics: str, seed: int, epochs: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "undertow", "train", "lenet5", "--data", data, "--numerics", numerics]
         words += ["--seed", str(seed), "--epochs", str(epochs), "--out", f"{folder}/run", "--json", *SETTINGS]
-        lines = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
-    return json.loads(lines[-1])
+        return json.loads(subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def main() -> None:
