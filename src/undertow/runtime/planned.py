@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
-from undertow.ir import Node, Plan, Program
+from undertow.ir import Input, Node, Plan, Program
 from undertow.ir.structure import ATOMS, Same, fill_slots, structure_key, tensors_in
 from undertow.ops.interpret import run_node
 from undertow.ops.modes import autocast_state, below_autograd
@@ -154,10 +154,10 @@ class Runner:
         """Run the operations of a call one by one, giving each with its outputs; buffers are not updated."""
         variant = self.variant_for(args, kwargs)
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
-        program = variant.step().plan.base
-        environment = {
-            item.value: variant.captured.tensor_behind(item, tensors, self._modules) for item in program.inputs
-        }
+        step = variant.step()
+        program = step.plan.base
+        inputs = step.inputs_by(self._finder(variant, tensors))
+        environment = {item.value: tensor for item, tensor in zip(step.program.inputs, inputs, strict=True)}
         for node in filter(is_run, program.nodes):
             with below_autograd():
                 run_node(node, environment)
@@ -221,7 +221,7 @@ class Runner:
 
     def _run(self, variant: Variant, tensors: list[torch.Tensor]) -> Any:
         step = variant.step()
-        inputs = [variant.captured.tensor_behind(item, tensors, self._modules) for item in step.program.inputs]
+        inputs = step.inputs_by(self._finder(variant, tensors))
         needs_gradient = any(variant.pattern)
         states = [generator.get_state() for generator in step.generators if needs_gradient or step.has_guards]
         kept = {place: inputs[place].clone() for place in step.replayed_updates} if needs_gradient else {}
@@ -254,6 +254,9 @@ class Runner:
         for assignment in variant.captured.assignments:
             assignment.owner[assignment.name] = fill_slots(assignment.skeleton, outputs)
         return fill_slots(variant.captured.skeleton, outputs)
+
+    def _finder(self, variant: Variant, tensors: list[torch.Tensor]) -> Callable[[Input], Any]:
+        return lambda item: variant.captured.tensor_behind(item, tensors, self._modules)
 
     def _attributes(self) -> Any:
         seen: set[int] = set()

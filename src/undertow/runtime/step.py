@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from undertow.errors import UndertowError
-from undertow.ir import Plan, Value
+from undertow.ir import Input, InputKind, Plan, Value
 from undertow.ops.interpret import generators_of
 from undertow.ops.lifetimes import find_lifetimes
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import GUARDS, Mutating
 from undertow.runtime.allocator import keep_memory_mapped
 from undertow.runtime.code import Segment, StepCode, compile_program
+from undertow.runtime.preparation import Preparation
 
 Pattern = tuple[bool, ...]
 
@@ -38,6 +39,7 @@ class Step:
         self.program = program = plan.program
         self.pattern = pattern
         self.code: StepCode = compile_program(program)
+        self.preparation = None if program.preparation is None else Preparation(program.preparation)
         self.generators = generators_of(program.forward_nodes)
         self.has_guards = any(node.target in GUARDS for node in program.forward_nodes)
         self.input_index = {item.value: position for position, item in enumerate(program.inputs)}
@@ -49,6 +51,16 @@ class Step:
         self.exposed_slots = [slot for value, slot in self.code.slots.items() if roots.get(value) in exposed]
         kept = {roots.get(value) for value in self.code.slots}
         self.exposed_outputs = [place for place, value in enumerate(program.outputs) if roots[value] in kept]
+
+    def inputs_by(self, tensor_behind: Callable[[Input], Any]) -> list[Any]:
+        """The tensors behind the Program's inputs, prepared weights among them."""
+        prepared: dict[Value, Any] = {}
+        if self.preparation is not None:
+            prepared = self.preparation.values([tensor_behind(item) for item in self.preparation.inputs])
+        return [
+            prepared[item.value] if item.kind is InputKind.PREPARED else tensor_behind(item)
+            for item in self.program.inputs
+        ]
 
     def run_forward(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Outputs and slots. Updates reach the user's tensors only when the whole pass has succeeded."""
