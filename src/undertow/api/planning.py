@@ -36,7 +36,7 @@ from undertow.numerics.choose import choose_kernels, lay_out_gradients
 from undertow.numerics.fusion import fuse
 from undertow.numerics.layout import use_channels_last
 from undertow.numerics.preparation import hold_prepared
-from undertow.ops.cleaning import remove_unused
+from undertow.ops.cleaning import forget_unread, remove_unused
 from undertow.ops.fused import compile_groups
 from undertow.ops.oversized import compact_oversized
 from undertow.ops.shape_only import forget_shape_only_reads
@@ -107,8 +107,8 @@ def derive(program: Program, pattern: Pattern, terms: Terms, *, is_strict: bool 
     is_fast = terms.numerics is Numerics.FAST
     if is_fast:
         program = use_channels_last(program)
-    if is_fast and not any(pattern):
-        program = fold_batch_norms(remove_unused(program))
+    if is_fast and not any(pattern) and not _is_on_gpu(program):
+        program = fold_batch_norms(forget_unread(remove_unused(program)))
     if any(pattern):
         carriers = [program.outputs[place] for place in differentiable_outputs(program)]
         outputs = [value for value, is_present in zip(carriers, pattern, strict=True) if is_present]

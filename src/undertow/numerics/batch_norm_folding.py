@@ -1,8 +1,9 @@
 """`fold_batch_norms`: batch normalisation by running statistics becomes part of the convolution before it.
 
-In: the Program of an evaluation. Out: the same where a convolution that nothing but a batch normalisation reads has
-other weights, made by operations of their own from the parameters of both. REORDERS: the scale is applied to the
-weights instead of to the sums, which is one rounding of each weight, and none of the result.
+In: the Program of an evaluation, where what nobody reads has no name. Out: the same where a convolution that nothing
+but a batch normalisation reads has other weights, made by operations of their own from the parameters of both.
+REORDERS: the scale is applied to the weights instead of to the sums, which is one rounding of each weight, and none of
+the result.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ def fold_batch_norms(program: Program) -> Program:
     nodes: list[tuple[Node, ...]] = [(node,) for node in program.nodes]
     for place, node in enumerate(program.nodes):
         statistics = _statistics(node)
-        if statistics is None or any(value in readers for value in node.outputs[1:]):
+        if statistics is None or any(value is not None for value in node.outputs[1:]):
             continue
-        nodes[place] = (replace(node, outputs=(node.outputs[0], None, None)),)
         before = node.args[0]
         convolution = program.nodes[makers[before]] if before in makers else None
         if convolution is not None and readers[before] == [place] and _can_fold(convolution, node):

@@ -27,6 +27,7 @@ from undertow.numerics.normalization import (
     batch_norm_choices,
     batch_norm_evaluation_choices,
 )
+from undertow.numerics.pooling import max_pool_choices
 from undertow.numerics.preparation import find_fixed
 from undertow.numerics.products import biased_product_choices, prepared_product_choices, product_choices
 from undertow.ops.fast_products import PRODUCT
@@ -45,6 +46,7 @@ _CHOICES: dict[Any, Callable[[Node], list[Node]]] = {
     aten.native_batch_norm.default: batch_norm_choices,
     aten._native_batch_norm_legit_no_training.default: batch_norm_evaluation_choices,
     aten.native_batch_norm_backward.default: batch_norm_backward_choices,
+    aten.max_pool2d_with_indices.default: max_pool_choices,
     aten.mm.default: product_choices,
     aten.addmm.default: biased_product_choices,
 }
