@@ -2,7 +2,8 @@
 
 Every contestant is a process of its own, because allocators and their settings belong to a process; they take turns,
 step by step, and wait without computing in between. A ratio is taken round by round; median and quartiles are
-reported. Usage: scripts/bench speed [--workloads vgg16 ...] [--rounds N] [--out F]
+reported. Where all would not fit in memory, peers take turns with ours in groups.
+Usage: scripts/bench speed [--evaluation] [--workloads vgg16 ...] [--rounds N] [--out F]
 """
 
 from __future__ import annotations
@@ -32,11 +33,21 @@ CONTESTANTS: dict[str, tuple[str, dict[str, str]]] = {
     "eager, tcmalloc": ("eager", {"LD_PRELOAD": str(LIBRARIES / "libtcmalloc_minimal.so.4")}),
     "compile, malloc": ("compile", MALLOC),
     "compile, malloc, channels_last": ("compile channels_last", MALLOC),
+    "compile frozen, malloc": ("compile frozen", MALLOC),
+    "compile frozen, malloc, channels_last": ("compile frozen channels_last", MALLOC),
     "exact": ("undertow exact", {}),
     "fast": ("undertow fast", {}),
 }
+IN_EVALUATION = (
+    "eager", "eager, malloc", "eager, malloc, channels_last", "compile, malloc", "compile, malloc, channels_last",
+    "compile frozen, malloc", "compile frozen, malloc, channels_last", "fast",
+)  # fmt: skip
+IN_STEPS = tuple(name for name in CONTESTANTS if "frozen" not in name)
 OWN = ("exact", "fast")
 BATCH = {"vgg16": 8, "resnet50": 8, "unet": 4, "gpt": 4, "mlp": 256}
+EVALUATION_BATCHES = {"vgg16": (1, 8), "resnet50": (1, 8), "unet": (1, 8), "gpt": (1, 4), "mlp": (1, 8, 256)}
+# Peers beside ours at a time: a process of VGG-16 at batch 8 takes up to 2.5 GB, and all together 12 GB at most.
+PEERS_AT_ONCE = 4
 
 
 def prepare(workload: str, way: str, mode: str) -> Callable[[], Any]:
@@ -64,7 +75,12 @@ def prepare(workload: str, way: str, mode: str) -> Callable[[], Any]:
     numerics = way.removeprefix("undertow ")
     if mode != "step":
         model.eval()
-        run = ut.plan(model, args, numerics=numerics) if is_own else model
+        if "frozen" in way:
+            import torch._inductor.config
+
+            torch._inductor.config.freezing = True
+        with torch.no_grad():
+            run = ut.plan(model, args, numerics=numerics) if is_own else model
         run = torch.compile(run) if way.startswith("compile") else run
 
         def evaluate() -> None:
@@ -140,8 +156,8 @@ class Contestant:
         self.process.wait()
 
 
-def compare(workload: str, mode: str, names: list[str], num_rounds: int) -> dict[str, Any]:
-    """Seconds of every contestant in every round, and the ratios to ours."""
+def start(workload: str, mode: str, names: list[str]) -> dict[str, Contestant]:
+    """The contestants that can be had here, ready to run."""
     contestants: dict[str, Contestant] = {}
     for name in names:
         preload = CONTESTANTS[name][1].get("LD_PRELOAD")
@@ -153,6 +169,11 @@ def compare(workload: str, mode: str, names: list[str], num_rounds: int) -> dict
         else:
             print(f"{workload}, {mode}: {name} did not start", flush=True)
             contestant.end()
+    return contestants
+
+
+def take_turns(contestants: dict[str, Contestant], num_rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of every contestant in every round, and page faults in the last; ends them all."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     faults: dict[str, int] = {}
     for number in range(num_rounds):
@@ -162,19 +183,40 @@ def compare(workload: str, mode: str, names: list[str], num_rounds: int) -> dict
             seconds[name].append(elapsed)
     for contestant in contestants.values():
         contestant.end()
-    peers = [name for name in seconds if name not in OWN]
-    best = min(peers, key=lambda name: statistics.median(seconds[name]))
+    return seconds, faults
+
+
+def compare(workload: str, mode: str, names: list[str], num_rounds: int) -> dict[str, Any]:
+    """Medians of every contestant, and the ratios of peers to ours; the best peer is the one of the least ratio."""
+    own = [name for name in names if name in OWN]
+    peers = [name for name in names if name not in OWN]
+    at_once = len(peers) if mode == "step" else PEERS_AT_ONCE
+    seconds: dict[str, list[float]] = {}
+    faults: dict[str, int] = {}
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for first in range(0, len(peers), at_once):
+        group = [*peers[first : first + at_once], *own]
+        found, found_faults = take_turns(start(workload, mode, group), num_rounds)
+        faults |= found_faults
+        for name, times in found.items():
+            seconds.setdefault(name, []).extend(times)
+        for ours in set(own) & set(found):
+            for peer in set(found) - set(OWN):
+                ratios[peer, ours] = [a / b for a, b in zip(found[peer], found[ours], strict=True)]
+    reference = own[-1]
+    best = min(
+        (peer for peer, ours in ratios if ours == reference), key=lambda p: statistics.median(ratios[p, reference])
+    )
     result: dict[str, Any] = {
         "median_s": {name: round(statistics.median(times), 4) for name, times in seconds.items()},
         "page_faults": faults,
         "best_peer": best,
     }
-    for own in OWN:
-        for peer in dict.fromkeys(("eager", "eager, malloc", best)):
-            if own in seconds and peer in seconds:
-                ratios = [theirs / ours for theirs, ours in zip(seconds[peer], seconds[own], strict=True)]
-                low, middle, high = statistics.quantiles(ratios, n=4)
-                result[f"{peer} / {own}"] = [round(item, 3) for item in (middle, low, high)]
+    for peer in dict.fromkeys(("eager", "eager, malloc", best)):
+        for ours in own:
+            if (peer, ours) in ratios:
+                low, middle, high = statistics.quantiles(ratios[peer, ours], n=4)
+                result[f"{peer} / {ours}"] = [round(item, 3) for item in (middle, low, high)]
     return result
 
 
@@ -183,21 +225,25 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--serve", nargs=3)
     parser.add_argument("--workloads", nargs="+", default=list(BATCH))
-    parser.add_argument("--modes", nargs="+", default=["step", "evaluation 1", "evaluation 8"])
-    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS))
+    parser.add_argument("--evaluation", action="store_true", help="forward passes in eval() instead of steps")
+    parser.add_argument("--modes", nargs="+", help='"step", "evaluation 8" and so on, instead of the usual ones')
+    parser.add_argument("--contestants", nargs="+")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", default="benchmarks/results/speed.json")
+    parser.add_argument("--out")
     options = parser.parse_args()
     if options.serve:
         serve(*options.serve)
         return
     from machine import describe_machine
 
-    out = Path(options.out)
+    name = "speed_evaluation" if options.evaluation else "speed"
+    out = Path(options.out or f"benchmarks/results/{name}.json")
     results = json.loads(out.read_text()) if out.exists() else {}
     for workload in options.workloads:
-        for mode in options.modes:
-            found = compare(workload, mode, options.contestants, options.rounds)
+        evaluations = [f"evaluation {batch}" for batch in EVALUATION_BATCHES[workload]]
+        for mode in options.modes or (evaluations if options.evaluation else ["step"]):
+            names = options.contestants or list(IN_STEPS if mode == "step" else IN_EVALUATION)
+            found = compare(workload, mode, names, options.rounds)
             results[f"{workload}, {mode}"] = found | {"machine": describe_machine()}
             print(f"{workload}, {mode}", json.dumps(found), flush=True)
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from undertow.kernels import bits
-from undertow.kernels.convolution import ALGORITHMS, Algorithm, ConvolutionShape, Pass
+from undertow.kernels.convolution import ALGORITHMS, Algorithm, ConvolutionShape, Pass, PreparedAlgorithm
 from undertow.kernels.convolution.algorithm import UNIT_ROUNDOFF, accumulated_error
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
@@ -252,3 +252,29 @@ def test_im2col_stores_each_element_once_per_tap() -> None:
     assert BLOCKED.workspace_bytes(shape, Pass.FORWARD) == BLOCKED.workspace_bytes(
         ConvolutionShape(64, 16, 16, (32, 32), (3, 3), padding=(1, 1)), Pass.FORWARD
     )
+
+
+@several_threads
+def test_prepared_weights_give_the_same_bits(num_threads: int) -> None:
+    for seed, shape in enumerate((*random_shapes(11, True, 12), *random_shapes(12, False, 12))):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(shape.x_shape, generator=generator).contiguous(memory_format=torch.channels_last)
+        weight = torch.randn(shape.weight_shape, generator=generator)
+        bias = torch.randn(shape.out_channels, generator=generator)
+        residual = torch.randn(shape.out_shape, generator=generator).contiguous(memory_format=torch.channels_last)
+        for algorithm in ALGORITHMS:
+            if not isinstance(algorithm, PreparedAlgorithm) or algorithm.refusal(shape) is not None:
+                continue
+            expected = torch.empty_like(residual)
+            space = algorithm.new_workspace(shape, Pass.FORWARD)
+            algorithm.forward(shape, x, weight, expected, space, bias=bias)
+            guarded = Guarded()
+            prepared = guarded.new_bytes(algorithm.prepared_bytes(shape)).view(torch.float32)
+            algorithm.prepare(shape, weight, prepared)
+            out = guarded.new(shape.out_shape, torch.channels_last)
+            space = guarded.new_bytes(algorithm.evaluation_bytes(shape))
+            algorithm.evaluate(shape, x, prepared, out, space, bias=bias)
+            assert torch.equal(out, expected), (algorithm.name, shape)
+            algorithm.evaluate(shape, x, prepared, out, space, bias=bias, residual=residual, has_relu=True)
+            assert torch.equal(out, (expected + residual).relu()), (algorithm.name, shape)
+            guarded.check()

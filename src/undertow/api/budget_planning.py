@@ -87,6 +87,9 @@ def held_bytes(
             for item in program.inputs
             if item.kind in (InputKind.CONSTANT, InputKind.ATTRIBUTE)
         ),
+        "prepared weights": sum(
+            item.value.type.allocated_bytes for item in program.inputs if item.kind is InputKind.PREPARED
+        ),
     }
     if program.cotangents or any(node.target in GUARDS for node in program.forward_nodes):
         # Kept with every forward pass, so that a second backward pass, or another way at a branch, can run it again.

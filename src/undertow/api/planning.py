@@ -29,12 +29,14 @@ from undertow.api.calls import check_call, check_optimizer, check_time_limit
 from undertow.autodiff.backward import differentiate
 from undertow.capture.capture import capture
 from undertow.capture.origins import place_of
-from undertow.errors import CallError
+from undertow.errors import CallError, InfeasibleBudget
 from undertow.ir import Plan, Program
+from undertow.numerics.batch_norm_folding import fold_batch_norms
 from undertow.numerics.choose import choose_kernels, lay_out_gradients
 from undertow.numerics.fusion import fuse
 from undertow.numerics.layout import use_channels_last
-from undertow.ops.cleaning import remove_unused
+from undertow.numerics.preparation import hold_prepared
+from undertow.ops.cleaning import forget_unread, remove_unused
 from undertow.ops.fused import compile_groups
 from undertow.ops.oversized import compact_oversized
 from undertow.ops.shape_only import forget_shape_only_reads
@@ -87,10 +89,17 @@ class RunnerMaker:
     def plan_step(self, module: torch.nn.Module, program: Program, pattern: Pattern) -> Plan:
         """The plan for gradients from the outputs marked in `pattern`."""
         program = derive(program, pattern, self.terms, is_strict=self.is_strict)
-        held = held_bytes(module, program, self.terms.optimizer)
+        holding = hold_prepared(program)
+        held = held_bytes(module, holding, self.terms.optimizer)
         if self.terms.budget_bytes is None:
-            return make_plan(program, held=held, notes=notes_of(program), explainer=explain)
-        return plan_for_budget(program, held, self.terms)
+            return make_plan(holding, held=held, notes=notes_of(holding), explainer=explain)
+        try:
+            return plan_for_budget(holding, held, self.terms)
+        except InfeasibleBudget:
+            if holding is program:
+                raise
+        # Where prepared weights do not fit, they are made in every call, with the same bits.
+        return plan_for_budget(program, held_bytes(module, program, self.terms.optimizer), self.terms)
 
 
 def derive(program: Program, pattern: Pattern, terms: Terms, *, is_strict: bool = False) -> Program:
@@ -98,6 +107,8 @@ def derive(program: Program, pattern: Pattern, terms: Terms, *, is_strict: bool 
     is_fast = terms.numerics is Numerics.FAST
     if is_fast:
         program = use_channels_last(program)
+    if is_fast and not any(pattern) and not _is_on_gpu(program):
+        program = fold_batch_norms(forget_unread(remove_unused(program)))
     if any(pattern):
         carriers = [program.outputs[place] for place in differentiable_outputs(program)]
         outputs = [value for value, is_present in zip(carriers, pattern, strict=True) if is_present]

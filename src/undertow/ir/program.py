@@ -65,6 +65,7 @@ class InputKind(Enum):
     ARGUMENT = "argument"
     ATTRIBUTE = "attribute"  # a tensor that a module holds without having registered it
     CONSTANT = "constant"  # a tensor the code reaches by itself: a closure, a literal
+    PREPARED = "prepared"  # weights in another form, made by the Program's preparation
     COTANGENT = "cotangent"  # the derivative of the user's loss by an output, given at backward time
 
 
@@ -123,7 +124,8 @@ class Gradient:
 class Program:
     """A forward pass, and after autodiff its backward pass behind it.
 
-    `differentiable` are the values through which eager PyTorch would carry a gradient.
+    `differentiable` are the values through which eager PyTorch would carry a gradient. `preparation` makes the prepared
+    inputs from parameters and buffers; it runs when one of these has changed.
     """
 
     inputs: tuple[Input, ...]
@@ -134,6 +136,7 @@ class Program:
     num_forward_nodes: int = 0
     cotangents: tuple[Input, ...] = ()
     gradients: tuple[Gradient, ...] = field(default=())
+    preparation: Program | None = None
 
     @property
     def forward_nodes(self) -> tuple[Node, ...]:

@@ -15,14 +15,23 @@ import torch
 
 from undertow.ir import Node, Origin, Program, Value, map_values
 from undertow.ir.cost import Cost
-from undertow.numerics.convolutions import convolution_backward_choices, convolution_choices
+from undertow.numerics.convolutions import (
+    PLAIN_FORM,
+    convolution_backward_choices,
+    convolution_choices,
+    prepared_convolution_choices,
+)
 from undertow.numerics.folding import fold_activations
 from undertow.numerics.normalization import (
     batch_norm_backward_choices,
     batch_norm_choices,
     batch_norm_evaluation_choices,
 )
-from undertow.numerics.products import biased_product_choices, product_choices
+from undertow.numerics.pooling import max_pool_choices
+from undertow.numerics.preparation import find_fixed
+from undertow.numerics.products import biased_product_choices, prepared_product_choices, product_choices
+from undertow.ops.fast_products import PRODUCT
+from undertow.ops.onednn import PRODUCT_PREPARED
 from undertow.ops.own import RESTRIDE, Mutating
 
 aten = torch.ops.aten
@@ -37,9 +46,18 @@ _CHOICES: dict[Any, Callable[[Node], list[Node]]] = {
     aten.native_batch_norm.default: batch_norm_choices,
     aten._native_batch_norm_legit_no_training.default: batch_norm_evaluation_choices,
     aten.native_batch_norm_backward.default: batch_norm_backward_choices,
+    aten.max_pool2d_with_indices.default: max_pool_choices,
     aten.mm.default: product_choices,
     aten.addmm.default: biased_product_choices,
 }
+
+# Further ones, with the nodes that prepare their weights, where those are the same in every call.
+_PREPARED_CHOICES: dict[Any, Callable[[Node], dict[Node, Node]]] = {
+    aten.convolution.default: prepared_convolution_choices,
+    aten.mm.default: prepared_product_choices,
+    aten.addmm.default: prepared_product_choices,
+}
+_PLAIN_FORM = PLAIN_FORM | {PRODUCT_PREPARED: PRODUCT}
 
 
 def choose_kernels(program: Program, measure: CostTable) -> Program:
@@ -51,6 +69,15 @@ def choose_kernels(program: Program, measure: CostTable) -> Program:
     }
     if not choices:
         return program
+    preparations: dict[Node, Node] = {}
+    fixed = find_fixed(program)
+    for position, found in choices.items():
+        node = program.nodes[position]
+        prepared = _PREPARED_CHOICES[node.target](node) if node.target in _PREPARED_CHOICES else {}
+        if prepared and all(fixed.issuperset(item.inputs) for item in prepared.values()):
+            needless = {_PLAIN_FORM[item.target] for item in prepared}
+            choices[position] = [*(item for item in found if item.target not in needless), *prepared]
+            preparations |= prepared
     cost_of = measure([node for nodes in choices.values() for node in nodes])
     nodes = list(program.nodes)
     renamed: dict[Value, Value] = {}
@@ -60,7 +87,27 @@ def choose_kernels(program: Program, measure: CostTable) -> Program:
         for old, new in zip(before.outputs, nodes[position].outputs, strict=False):
             if old is not None and new is not None and old is not new:
                 renamed[old] = new
-    return fold_activations(_rename(replace(program, nodes=tuple(nodes)), renamed))
+    return fold_activations(_with_preparations(_rename(replace(program, nodes=tuple(nodes)), renamed), preparations))
+
+
+def _with_preparations(program: Program, preparations: dict[Node, Node]) -> Program:
+    """The Program in which every chosen node that reads prepared weights finds them, those of equal calls once."""
+    by_output = {item.outputs[0]: item for item in preparations.values()}
+    made: dict[Any, Value] = {}
+    nodes: list[Node] = []
+    for node in program.nodes:
+        preparation = next((by_output[value] for value in node.inputs if value in by_output), None)
+        if preparation is not None:
+            (prepared,) = preparation.kept_outputs
+            key = preparation.target, preparation.args
+            if key not in made:
+                made[key] = prepared
+                nodes.append(preparation)
+            args = tuple(made[key] if argument is prepared else argument for argument in node.args)
+            node = replace(node, args=args)
+        nodes.append(node)
+    num_new = len(nodes) - len(program.nodes)
+    return replace(program, nodes=tuple(nodes), num_forward_nodes=program.num_forward_nodes + num_new)
 
 
 def _rename(program: Program, renamed: dict[Value, Value]) -> Program:

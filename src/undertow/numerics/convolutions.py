@@ -9,16 +9,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from undertow.ir import Node, Value
 from undertow.ir.types import contiguous_strides
-from undertow.kernels.convolution import ALGORITHMS, ConvolutionShape
+from undertow.kernels.convolution import ALGORITHMS, ConvolutionShape, PreparedAlgorithm, shape_from
 from undertow.numerics.layout import is_channels_last, is_float_image
-from undertow.ops.fast_convolution import backward_by, forward_by
+from undertow.ops.fast_convolution import backward_by, forward_by, prepare_by, prepared_by, prepared_size
+from undertow.ops.onednn import CONVOLUTION, REORDER_CONVOLUTION, has_onednn
 
 # The loops as written and im2col in one piece are there to be compared with; oneDNN's own is the node as it stands.
 _NEVER_FASTEST = {"plain loops", "im2col", "direct (oneDNN)"}
 CANDIDATES = tuple(item.name for item in ALGORITHMS if item.name not in _NEVER_FASTEST)
 _FORWARD, _BACKWARD = (frozenset(map(make, CANDIDATES)) for make in (forward_by, backward_by))
+_PREPARED = {item.name: prepared_by(item.name) for item in ALGORITHMS if isinstance(item, PreparedAlgorithm)}
+# What a convolution from prepared weights makes needless where the weights are fixed.
+PLAIN_FORM: dict[Any, Any] = {CONVOLUTION: torch.ops.aten.convolution.default} | {
+    target: forward_by(name) for name, target in _PREPARED.items()
+}
 _REFUSAL = {item.name: item.refusal for item in ALGORITHMS}
 
 
@@ -34,6 +42,38 @@ def convolution_choices(node: Node) -> list[Node]:
         for name in _able(x, weight, *geometry)
     ]
     return [node, *own]
+
+
+def prepared_convolution_choices(node: Node) -> dict[Node, Node]:
+    """Ways to run a forward convolution from prepared weights, each with the node that prepares them."""
+    x, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args
+    (y,) = node.outputs
+    if is_transposed or y is None or not is_float_image(x, weight) or not is_channels_last(y.tensor_type):
+        return {}
+    geometry = (*map(tuple, (stride, padding, dilation)), groups)
+    x_shape, weight_shape = x.tensor_type.shape, weight.tensor_type.shape
+    sizes = {
+        name: prepared_size(name, shape_from(x_shape, weight_shape, *geometry))
+        for name in _able(x, weight, *geometry)
+        if name in _PREPARED
+    }
+    found = {}
+    for name, size in sizes.items():
+        kind = replace(weight.tensor_type, shape=(size,), strides=(1,))
+        prepared = Value(f"{y.name}_weight_by_{name}", kind)
+        preparation = replace(
+            node, target=prepare_by(name), args=(weight, x_shape, *geometry), kwargs={}, outputs=(prepared,)
+        )
+        args = (x, prepared, bias, weight_shape, *geometry, None, False)
+        found[replace(node, target=_PREPARED[name], args=args, kwargs={})] = preparation
+    if has_onednn():
+        prepared = Value(f"{y.name}_weight_by_onednn", weight.tensor_type)
+        preparation = replace(
+            node, target=REORDER_CONVOLUTION, args=(weight, x_shape, *geometry), kwargs={}, outputs=(prepared,)
+        )
+        args = (x, prepared, bias, *geometry, None, False)
+        found[replace(node, target=CONVOLUTION, args=args, kwargs={})] = preparation
+    return found
 
 
 def convolution_backward_choices(node: Node) -> list[Node]:
@@ -70,6 +110,11 @@ def is_own_forward(node: Node) -> bool:
     return node.target in _FORWARD
 
 
+def is_prepared(node: Node) -> bool:
+    """Whether the node is a convolution from prepared weights; its last arguments are residual and ReLU."""
+    return node.target is CONVOLUTION or node.target in _PREPARED.values()
+
+
 def is_own_backward(node: Node) -> bool:
     """Whether the node is one of the choices above."""
     return node.target in _BACKWARD
@@ -83,11 +128,7 @@ def _contiguous(value: Value | None) -> Value | None:
 
 
 def _able(x: Value, weight: Value, stride: Any, padding: Any, dilation: Any, groups: int) -> list[str]:
-    batch, in_channels, height, width = x.tensor_type.shape
-    out_channels, _, *kernel = weight.tensor_type.shape
-    shape = ConvolutionShape(
-        batch, in_channels, out_channels, (height, width), (kernel[0], kernel[1]), stride, padding, dilation, groups
-    )
+    shape = shape_from(x.tensor_type.shape, weight.tensor_type.shape, stride, padding, dilation, groups)
     able = [name for name in CANDIDATES if _REFUSAL[name](shape) is None]
     return [name for name in able if _is_worth_timing(name, shape)]
 

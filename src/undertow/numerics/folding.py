@@ -1,4 +1,4 @@
-"""`fold_activations`: a ReLU, and the sum before it, become part of what feeds them; so does its backward.
+"""`fold_activations`: a ReLU, and the sum before it, become part of what feeds them; so does its backward, or a GELU.
 
 In: a Program of which `choose_kernels` has chosen the kernels. Out: the same with fewer passes over memory. Only where
 nothing else reads what is then not made.
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from undertow.ir import Node, Program, Value
-from undertow.numerics.convolutions import is_own_backward, is_own_forward, with_mask, with_relu
+from undertow.numerics.convolutions import is_own_backward, is_own_forward, is_prepared, with_mask, with_relu
 from undertow.ops.fast_normalization import BATCH_NORM, BATCH_NORM_BACKWARD, BATCH_NORM_EVALUATE
+from undertow.ops.onednn import PRODUCT_PREPARED
+from undertow.ops.own import is_view
 
 aten = torch.ops.aten
 
@@ -28,12 +30,15 @@ class _Folder:
         self.program = program
         self.nodes: list[Node | None] = list(program.nodes)
         self.maker = {value: place for place, node in enumerate(program.nodes) for value in node.kept_outputs}
-        self.readers = _readers(program)
+        self.readers = find_readers(program)
 
     def run(self) -> Program:
         for place, node in enumerate(self.program.nodes):
             if node.target is aten.relu.default:
                 self._fold_relu(place, node)
+                self._fold_into_product(place, node, "relu")
+            elif node.target is aten.gelu.default:
+                self._fold_into_product(place, node, f"gelu {node.kwargs.get('approximate', 'none')}")
             elif is_own_backward(node) or node.target is BATCH_NORM_BACKWARD:
                 self._fold_mask(place, node)
         num_forward = sum(node is not None for node in self.nodes[: self.program.num_forward_nodes])
@@ -53,20 +58,37 @@ class _Folder:
         (result,) = node.kept_outputs
         if is_own_forward(before):
             self._move(before, place, with_relu(before, result))
-        elif before.target in (BATCH_NORM, BATCH_NORM_EVALUATE) and before.args[-2] is None:
+        elif _takes_residual(before):
             self._move(before, place, _with_residual_and_relu(before, None, result))
         elif before.target is aten.add.Tensor and len(before.args) == 2 and not before.kwargs:
             self._fold_sum(place, before, result)
 
+    def _fold_into_product(self, place: int, node: Node, activation: str) -> None:
+        """An activation of a product, which may be seen through a view."""
+        (result,) = node.kept_outputs
+        before = self._made_for(node.args[0], place)
+        if before is not None and is_view(before.target) and result.type == node.args[0].type:
+            view, before = before, self._made_for(before.args[0], self.maker[node.args[0]])
+        else:
+            view = None
+        if before is None or before.target is not PRODUCT_PREPARED or before.args[-1] != "none":
+            return
+        product = replace(before, args=(*before.args[:-1], activation))
+        if view is None:
+            self._move(before, place, replace(product, outputs=(result,)))
+        else:
+            self.nodes[self.nodes.index(before)] = product
+            self._move(view, place, replace(view, outputs=(result,)))
+
     def _fold_sum(self, place: int, addition: Node, result: Value) -> None:
-        """relu(norm(x) + residual); either may come first."""
+        """relu(norm(x) + residual), or of a convolution; either may come first."""
         at = self.maker[addition.kept_outputs[0]]
         for term, residual in (addition.args, addition.args[::-1]):
-            norm = self._made_for(term, at)
-            is_norm = norm is not None and norm.target in (BATCH_NORM, BATCH_NORM_EVALUATE) and norm.args[-2] is None
-            if norm is not None and is_norm and isinstance(residual, Value) and residual.type == term.type:
+            before = self._made_for(term, at)
+            is_same = isinstance(residual, Value) and residual.type == term.type
+            if before is not None and is_same and _takes_residual(before):
                 self.nodes[at] = None
-                self._move(norm, place, _with_residual_and_relu(norm, residual, result))
+                self._move(before, place, _with_residual_and_relu(before, residual, result))
                 return
 
     def _move(self, old: Node, place: int, new: Node) -> None:
@@ -91,6 +113,12 @@ class _Folder:
             self.nodes[at], self.nodes[place] = None, replace(node, args=args, outputs=outputs)
 
 
+def _takes_residual(node: Node) -> bool:
+    """Whether the node could end with a sum and a ReLU, its last two arguments, and has neither yet."""
+    is_able = node.target in (BATCH_NORM, BATCH_NORM_EVALUATE) or is_prepared(node)
+    return is_able and node.args[-2:] == (None, False)
+
+
 def _with_residual_and_relu(norm: Node, residual: Value | None, result: Value) -> Node:
     return replace(norm, args=(*norm.args[:-2], residual, True), outputs=(result, *norm.outputs[1:]))
 
@@ -99,7 +127,7 @@ def _order(place: int) -> float:
     return place if place >= 0 else float("inf")
 
 
-def _readers(program: Program) -> dict[Value, list[int]]:
+def find_readers(program: Program) -> dict[Value, list[int]]:
     """For each value the places of the nodes that read it; whatever leaves the Program is read at -1."""
     readers: dict[Value, list[int]] = {}
     for place, node in enumerate(program.nodes):

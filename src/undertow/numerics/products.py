@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from undertow.ir import Node, Value
-from undertow.ops.fast_products import PRODUCT, has_onednn
+from undertow.ops.fast_products import PRODUCT
+from undertow.ops.onednn import PRODUCT_PREPARED, REORDER_PRODUCT, has_onednn
 
 
 def product_choices(node: Node) -> list[Node]:
@@ -22,6 +23,18 @@ def biased_product_choices(node: Node) -> list[Node]:
     if node.kwargs or len(node.args) > 3 or len(bias.tensor_type.shape) != 1:
         return []
     return _choices(node, left, right, bias)
+
+
+def prepared_product_choices(node: Node) -> dict[Node, Node]:
+    """The product by oneDNN with its right factor reordered ahead, and the node that reorders it."""
+    has_bias = node.target is torch.ops.aten.addmm.default
+    if not (biased_product_choices(node) if has_bias else product_choices(node)):
+        return {}
+    bias, left, right = node.args if has_bias else (None, *node.args)
+    prepared = Value(f"{node.kept_outputs[0].name}_weight_by_onednn", right.type)
+    args = (right, left.tensor_type.shape[0])
+    preparation = replace(node, target=REORDER_PRODUCT, args=args, kwargs={}, outputs=(prepared,))
+    return {replace(node, target=PRODUCT_PREPARED, args=(left, prepared, bias, "none"), kwargs={}): preparation}
 
 
 def _choices(node: Node, left: Value, right: Value, bias: Value | None) -> list[Node]:

@@ -1,4 +1,7 @@
-"""`remove_unused`: drops nodes nobody reads, and inputs nothing depends on. EXACT: random draws and guards stay."""
+"""`remove_unused`: drops nodes nobody reads, and inputs nothing depends on. EXACT: random draws and guards stay.
+
+`forget_unread`: outputs that nobody reads lose their names, so that other operations may stand for their makers.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +35,15 @@ def remove_unused(program: Program) -> Program:
         num_forward_nodes=num_forward,
         differentiable=frozenset(value for value in program.differentiable if value in alive),
     )
+
+
+def forget_unread(program: Program) -> Program:
+    """The Program whose nodes name only those outputs that something reads."""
+    read = {value for node in program.nodes for value in node.inputs}
+    read.update(program.outputs, (update.value for update in program.updates))
+    read.update(gradient.value for gradient in program.gradients if gradient.value is not None)
+    nodes = tuple(
+        replace(node, outputs=tuple(value if value in read else None for value in node.outputs))
+        for node in program.nodes
+    )
+    return replace(program, nodes=nodes)

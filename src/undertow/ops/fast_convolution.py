@@ -1,7 +1,8 @@
 """Undertow's convolution algorithms as operations of a Program.
 
 Each takes and makes channels_last activations; weights and their cotangents are contiguous. The workspace is allocated
-for the call, so that it is measured, and counted, like any kernel's.
+for the call, so that it is measured, and counted, like any kernel's. In evaluation the weights can be prepared by one
+operation and read by another.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from undertow.kernels.convolution import ALGORITHMS, Algorithm, ConvolutionShape, Pass, shape_of
+from undertow.kernels.convolution import (
+    ALGORITHMS,
+    Algorithm,
+    ConvolutionShape,
+    Pass,
+    PreparedAlgorithm,
+    shape_from,
+    shape_of,
+)
 from undertow.ops.own import OwnOperation
 
 Pair = tuple[int, int]
@@ -32,6 +41,68 @@ def backward_by(name: str) -> OwnOperation:
     """
     operation = partial(_backward, _BY_NAME[name])
     return OwnOperation(f"convolution_backward.{_short(name)}", operation, returns_tuple=True)
+
+
+@cache
+def prepare_by(name: str) -> OwnOperation:
+    """The weights as an algorithm reads them: (weight, sizes of x, stride, padding, dilation, groups) -> prepared."""
+    operation = partial(_prepare, _prepared_algorithm(name))
+    return OwnOperation(f"convolution_weight.{_short(name)}", operation, is_preparation=True)
+
+
+@cache
+def prepared_by(name: str) -> OwnOperation:
+    """The forward pass from prepared weights.
+
+    (x, prepared, bias, sizes of the weights, stride, padding, dilation, groups, residual, has_relu) -> y
+    """
+    return OwnOperation(f"convolution_prepared.{_short(name)}", partial(_evaluate, _prepared_algorithm(name)))
+
+
+def prepared_size(name: str, shape: ConvolutionShape) -> int:
+    """How many float32 the prepared weights are."""
+    return _prepared_algorithm(name).prepared_bytes(shape) // 4
+
+
+def _prepared_algorithm(name: str) -> PreparedAlgorithm:
+    algorithm = _BY_NAME[name]
+    assert isinstance(algorithm, PreparedAlgorithm)
+    return algorithm
+
+
+def _prepare(
+    algorithm: PreparedAlgorithm,
+    weight: Tensor,
+    x_shape: tuple[int, int, int, int],
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+) -> Tensor:
+    shape = shape_from(x_shape, tuple(weight.shape), stride, padding, dilation, groups)
+    prepared = torch.empty(algorithm.prepared_bytes(shape) // 4)
+    algorithm.prepare(shape, weight.contiguous(), prepared)
+    return prepared
+
+
+def _evaluate(
+    algorithm: PreparedAlgorithm,
+    x: Tensor,
+    prepared: Tensor,
+    bias: Tensor | None,
+    weight_shape: tuple[int, int, int, int],
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    residual: Tensor | None,
+    has_relu: bool,
+) -> Tensor:
+    shape = shape_from(tuple(x.shape), weight_shape, stride, padding, dilation, groups)
+    y = _empty_image(shape.out_shape)
+    workspace = torch.empty(algorithm.evaluation_bytes(shape), dtype=torch.uint8)
+    algorithm.evaluate(shape, x, prepared, y, workspace, bias=bias, residual=residual, has_relu=has_relu)
+    return y
 
 
 def _short(name: str) -> str:

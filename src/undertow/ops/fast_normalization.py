@@ -72,6 +72,31 @@ def _backward(
     return ct_x, ct_weight, ct_bias, masked
 
 
+def _scale(weight: Tensor | None, running_var: Tensor, epsilon: float) -> Tensor:
+    scale = (running_var.double() + epsilon).rsqrt()
+    return scale if weight is None else scale * weight
+
+
+def _fold_weight(
+    convolution: Tensor, weight: Tensor | None, running_var: Tensor, epsilon: float, channel_dim: int
+) -> Tensor:
+    shape = [-1 if dim == channel_dim else 1 for dim in range(convolution.dim())]
+    return (convolution * _scale(weight, running_var, epsilon).view(shape)).to(convolution.dtype).contiguous()
+
+
+def _fold_bias(
+    convolution_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    epsilon: float,
+) -> Tensor:
+    centre = -running_mean.double() if convolution_bias is None else convolution_bias.double() - running_mean
+    shifted = centre * _scale(weight, running_var, epsilon)
+    return (shifted if bias is None else shifted + bias).to(running_mean.dtype)
+
+
 def _rows(images: Tensor | None) -> Tensor | None:
     return None if images is None else rows_of(images)
 
@@ -86,6 +111,16 @@ BATCH_NORM_EVALUATE = OwnOperation("batch_norm.evaluate", _evaluate)
 # (ct, x, weight, mean, 1 / standard deviation, y or None, keeps_masked) -> ct_x, ct_weight, ct_bias, masked ct or None
 # y, the output behind a ReLU, masks the cotangent; the residual's cotangent is the masked one.
 BATCH_NORM_BACKWARD = OwnOperation("batch_norm_backward.fused", _backward, returns_tuple=True)
+
+# By the running statistics y = (x - mean) s + bias with s = weight / sqrt(variance + epsilon) is linear: behind a
+# convolution by w with bias b it is the convolution by w s with bias (b - mean) s + bias. Computed in float64, rounded
+# once.
+
+# (weights of the convolution, weight, running variance, epsilon, dim of the channels in the first) -> w s
+FOLD_WEIGHT = OwnOperation("fold_weight", _fold_weight, is_preparation=True)
+
+# (bias of the convolution, weight, bias, running mean, running variance, epsilon) -> (b - mean) s + bias
+FOLD_BIAS = OwnOperation("fold_bias", _fold_bias, is_preparation=True)
 
 
 def _without_statistics(node: Node) -> Node:

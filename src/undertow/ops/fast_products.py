@@ -18,8 +18,3 @@ def _multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor
 
 # (left, right, bias or None) -> left @ right + bias
 PRODUCT = OwnOperation("mm.onednn", _multiply)
-
-
-def has_onednn() -> bool:
-    """Whether this PyTorch was built with oneDNN's linear operation."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -22,13 +22,18 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class OwnOperation:
-    """An operation run by a Python function. `gradient(args, *cts)` gives a cotangent per argument."""
+    """An operation run by a Python function. `gradient(args, *cts)` gives a cotangent per argument.
+
+    A preparation brings weights into the form in which another operation reads them: what it makes can be kept until
+    they change.
+    """
 
     name: str
     run: Callable[..., Any] = field(repr=False)
     gradient: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
     has_effect: bool = False
     returns_tuple: bool = False
+    is_preparation: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)

@@ -46,6 +46,7 @@ class Role(Enum):
     BUFFER = "buffers"
     BATCH = "batch"
     CONSTANT = "constants"
+    PREPARED = "prepared weights"
     KEPT = "kept activations"
     CODE = "codes and states"
     RECOMPUTED = "recomputed values"
@@ -60,6 +61,7 @@ INPUT_ROLES = {
     InputKind.ARGUMENT: Role.BATCH,
     InputKind.ATTRIBUTE: Role.CONSTANT,
     InputKind.CONSTANT: Role.CONSTANT,
+    InputKind.PREPARED: Role.PREPARED,
 }
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
-from undertow.ir import Node, Plan, Program
+from undertow.ir import Input, InputKind, Node, Plan, Program, Value
 from undertow.ir.structure import ATOMS, fill_slots, structure_key, tensors_in
 from undertow.ops.interpret import run_node
 from undertow.ops.modes import below_autograd
@@ -41,9 +41,7 @@ class Variant:
         self.differentiable = differentiable_outputs(captured.program)
         self.pattern = pattern
         self._steps: dict[Pattern, Step] = {}
-        self.sources: dict[
-            Step, tuple[Any, list[tuple[Any, Any]]]
-        ] = {}  # of inputs, and the modules they were found in
+        self.places: dict[Step, _Places] = {}
 
     def step(self) -> Step:
         """The step for the gradients that are expected."""
@@ -76,6 +74,30 @@ def guess_pattern(captured: Any) -> Pattern:
     if loss is not None and getattr(loss, "index", None) in places:
         return tuple(place == loss.index for place in places)
     return (True,) * len(places)
+
+
+class _Places:
+    """Where the inputs of a step are found at every call, as long as the model has these modules."""
+
+    def __init__(self, captured: Any, step: Step, modules: dict[str, torch.nn.Module]) -> None:
+        self.modules = modules
+        self._prepared: dict[Value, Any] = {}
+        place_of: Callable[[Input], Any] = lambda item: captured.place_of(item, modules)  # noqa: E731
+        behind = step.preparation.inputs if step.preparation is not None else ()
+        self._behind: list[tuple[Any, Any]] = [place_of(item) for item in behind]
+        self._places: list[tuple[Any, Any]] = [
+            (self._prepared, item.value) if item.kind is InputKind.PREPARED else place_of(item)
+            for item in step.program.inputs
+        ]
+
+    def find(self, step: Step, tensors: list[torch.Tensor]) -> list[Any]:
+        """The inputs, of a call with these tensors."""
+        if step.preparation is not None:
+            weights = [(tensors if holder is None else holder)[key] for holder, key in self._behind]
+            self._prepared.update(step.preparation.values(weights))
+        found = [(tensors if holder is None else holder)[key] for holder, key in self._places]
+        self._prepared.clear()
+        return found
 
 
 class Runner:
@@ -162,10 +184,10 @@ class Runner:
         """Run the operations of a call one by one, giving each with its outputs; buffers are not updated."""
         variant = self.variant_for(args, kwargs)
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
-        program = variant.step().plan.base
-        environment = {
-            item.value: variant.captured.tensor_behind(item, tensors, self._state.modules) for item in program.inputs
-        }
+        step = variant.step()
+        program = step.plan.base
+        inputs = self._inputs(variant, step, tensors)
+        environment = {item.value: tensor for item, tensor in zip(step.program.inputs, inputs, strict=True)}
         for node in filter(is_run, program.nodes):
             with below_autograd():
                 run_node(node, environment)
@@ -227,17 +249,16 @@ class Runner:
             for buffer, before in buffers:
                 buffer.data.copy_(before)
 
-    def _sources(self, variant: Variant, step: Step) -> list[tuple[Any, Any]]:
-        """Where each input of a step is found at every call."""
+    def _inputs(self, variant: Variant, step: Step, tensors: list[torch.Tensor]) -> list[Any]:
+        """The tensors behind a step's inputs, prepared weights among them."""
         modules = self._state.modules
-        if step not in variant.sources or variant.sources[step][0] is not modules:
-            found = [variant.captured.place_of(item, modules) for item in step.program.inputs]
-            variant.sources[step] = (modules, found)
-        return variant.sources[step][1]
+        if step not in variant.places or variant.places[step].modules is not modules:
+            variant.places[step] = _Places(variant.captured, step, modules)
+        return variant.places[step].find(step, tensors)
 
     def _run(self, variant: Variant, tensors: list[torch.Tensor]) -> Any:
         step = variant.step()
-        inputs = [(tensors if holder is None else holder)[key] for holder, key in self._sources(variant, step)]
+        inputs = self._inputs(variant, step, tensors)
         needs_gradient = any(variant.pattern)
         states = [generator.get_state() for generator in step.generators if needs_gradient or step.has_guards]
         kept = {place: inputs[place].clone() for place in step.replayed_updates} if needs_gradient else {}

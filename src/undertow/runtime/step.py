@@ -25,6 +25,7 @@ from undertow.ops.modes import below_autograd
 from undertow.ops.own import GUARDS, Mutating
 from undertow.runtime.allocator import keep_memory_mapped
 from undertow.runtime.code import Segment, StepCode, compile_program
+from undertow.runtime.preparation import Preparation
 
 Pattern = tuple[bool, ...]
 
@@ -38,6 +39,7 @@ class Step:
         self.program = program = plan.program
         self.pattern = pattern
         self.code: StepCode = compile_program(program)
+        self.preparation = None if program.preparation is None else Preparation(program.preparation)
         self.generators = generators_of(program.forward_nodes)
         self.has_guards = any(node.target in GUARDS for node in program.forward_nodes)
         self.input_index = {item.value: position for position, item in enumerate(program.inputs)}

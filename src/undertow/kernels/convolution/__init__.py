@@ -6,13 +6,13 @@ of them; which is fastest for a shape is for the caller to measure. Nothing here
 
 from __future__ import annotations
 
-from undertow.kernels.convolution.algorithm import Algorithm, Pass
+from undertow.kernels.convolution.algorithm import Algorithm, Pass, PreparedAlgorithm
 from undertow.kernels.convolution.direct import Direct
 from undertow.kernels.convolution.fourier import Fourier
 from undertow.kernels.convolution.im2col import Im2col
 from undertow.kernels.convolution.patches import BlockedIm2col, Pointwise
 from undertow.kernels.convolution.plain import Plain
-from undertow.kernels.convolution.shape import ConvolutionShape, shape_of
+from undertow.kernels.convolution.shape import ConvolutionShape, shape_from, shape_of
 from undertow.kernels.convolution.winograd import Winograd
 
 ALGORITHMS: tuple[Algorithm, ...] = (
@@ -26,4 +26,4 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Pointwise(),
 )
 
-__all__ = ["ALGORITHMS", "Algorithm", "ConvolutionShape", "Pass", "shape_of"]
+__all__ = ["ALGORITHMS", "Algorithm", "ConvolutionShape", "Pass", "PreparedAlgorithm", "shape_from", "shape_of"]

@@ -151,3 +151,29 @@ class Algorithm(ABC):
         """A workspace for one pass, or for `backward`."""
         num_bytes = self.backward_bytes(shape) if step is None else self.workspace_bytes(shape, step)
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+class PreparedAlgorithm(Algorithm):
+    """One that reads its weights in a form of its own, which can be made once for many forward passes.
+
+    The same arithmetic as `forward`, and the same bits. Abstract.
+    """
+
+    @abstractmethod
+    def prepared_bytes(self, shape: ConvolutionShape) -> int:
+        """What the prepared weights take."""
+
+    @abstractmethod
+    def prepare(self, shape: ConvolutionShape, weight: Tensor, prepared: Tensor) -> None:
+        """Write the weights to `prepared`, float32 in one dim."""
+
+    @abstractmethod
+    def evaluation_bytes(self, shape: ConvolutionShape) -> int:
+        """What `evaluate` needs as workspace."""
+
+    @abstractmethod
+    def evaluate(
+        self, shape: ConvolutionShape, x: Tensor, prepared: Tensor, out: Tensor, workspace: Tensor, *,
+        bias: Tensor | None = None, residual: Tensor | None = None, has_relu: bool = False,
+    ) -> None:  # fmt: skip
+        """Write relu(convolution + bias + residual) to `out`; the residual lies as `out` does."""

@@ -44,11 +44,13 @@ def flat(tensor: Tensor) -> Any:
 
 @numba.njit(error_model="numpy")
 def finish_row(
-    source: int, bias: int, target: int, mask: int, has_relu: bool, first_element: int, first: int, num_channels: int
-) -> None:
-    """Sums of one pixel to their place, with bias, ReLU and mask; `first` is the first channel, for the bias.
+    source: int, bias: int, residual: int, target: int, mask: int, has_relu: bool, first_element: int, first: int,
+    num_channels: int,
+) -> None:  # fmt: skip
+    """Sums of one pixel to their place, with bias, residual, ReLU and mask; `first` is the first channel, for the bias.
 
-    `bias` and `mask` are addresses, or 0. With a mask, the channels fill whole vectors.
+    `bias`, `residual` and `mask` are addresses, or 0. The residual lies as the target does. With a mask, the channels
+    fill whole vectors.
     """
     for channel in range(0, num_channels, 16):
         bits = tail_bits(num_channels, channel)
@@ -56,6 +58,8 @@ def finish_row(
         value = load_where(source + 4 * channel, bits)
         if bias != 0:
             value = value + load_where(bias + 4 * (first + channel), bits)
+        if residual != 0:
+            value = value + load_where(residual + 4 * element, bits)
         if has_relu:
             passed = not_at_most_zero(value)
             value = keep_where(value, passed)
@@ -68,7 +72,7 @@ def finish_row(
 def _finish_rows(out: int, num_pixels: int, num_channels: int, bias: int, mask: int, has_relu: bool) -> None:
     for pixel in numba.prange(num_pixels):
         first = pixel * num_channels
-        finish_row(out + 4 * first, bias, out, mask, has_relu, first, 0, num_channels)
+        finish_row(out + 4 * first, bias, 0, out, mask, has_relu, first, 0, num_channels)
 
 
 @numba.njit(parallel=True, cache=True, error_model="numpy")

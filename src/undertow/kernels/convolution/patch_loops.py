@@ -130,8 +130,8 @@ def pack_weight(
 @numba.njit(parallel=True, cache=True, error_model="numpy")
 def convolve_patches(
     source: int, gate: int, gate_kind: int, sizes: Any, num_groups: int, result_sizes: Any, kernel: Any, rule_y: Any,
-    rule_x: Any, num_pixels: int, block: int, is_gathered: bool, weight: int, bias: int, target: int, mask: int,
-    has_relu: bool, spread: Any, spread_size: Any, workspace: int,
+    rule_x: Any, num_pixels: int, block: int, is_gathered: bool, weight: int, bias: int, residual: int, target: int,
+    mask: int, has_relu: bool, spread: Any, spread_size: Any, workspace: int,
 ) -> None:  # fmt: skip
     """Blocks of patches times packed weights. Without gathering, patches are the pixels of the source themselves.
 
@@ -168,7 +168,7 @@ def convolve_patches(
                     image, y = line // result_sizes[0], line % result_sizes[0]
                     pixel = (image * spread_size[0] + y * spread[0]) * spread_size[1] + x * spread[1]
                 finish_row(
-                    own + a_bytes + row * c_row, bias, target, mask, has_relu,
+                    own + a_bytes + row * c_row, bias, residual, target, mask, has_relu,
                     pixel * result_sizes[2] + group * num_out, group * num_out, num_out,
                 )  # fmt: skip
 

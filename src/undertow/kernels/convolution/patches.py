@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from undertow.kernels.convolution.algorithm import Algorithm, Pass, Workspace, align, direct_error_bound
+from undertow.kernels.convolution.algorithm import Pass, PreparedAlgorithm, Workspace, align, direct_error_bound
 from undertow.kernels.convolution.epilogue import address_of, gate_of, pack_signs_into
 from undertow.kernels.convolution.patch_loops import (
     convolve_patches,
@@ -43,7 +43,7 @@ def _rules(shape: ConvolutionShape, is_data: bool) -> tuple[Rule, Rule]:
     return y, x
 
 
-class _Patches(Algorithm):
+class _Patches(PreparedAlgorithm):
     """Products of gathered rows; abstract in which rows need gathering."""
 
     def _is_gathered(self, shape: ConvolutionShape, is_masked: bool) -> bool:
@@ -85,9 +85,37 @@ class _Patches(Algorithm):
     ) -> None:  # fmt: skip
         self._convolve(shape, Pass.BACKWARD_DATA, ct, mask, weight, ct_x, workspace)
 
+    def prepared_bytes(self, shape: ConvolutionShape) -> int:
+        return self._piece_bytes(shape, Pass.FORWARD)[0]
+
+    def prepare(self, shape: ConvolutionShape, weight: Tensor, prepared: Tensor) -> None:
+        _pack(shape, Pass.FORWARD, weight, prepared.data_ptr())
+
+    def evaluation_bytes(self, shape: ConvolutionShape) -> int:
+        return 64 + self._piece_bytes(shape, Pass.FORWARD)[1]
+
+    def evaluate(
+        self, shape: ConvolutionShape, x: Tensor, prepared: Tensor, out: Tensor, workspace: Tensor, *,
+        bias: Tensor | None = None, residual: Tensor | None = None, has_relu: bool = False,
+    ) -> None:  # fmt: skip
+        own = Workspace(workspace).take(self._piece_bytes(shape, Pass.FORWARD)[1]).data_ptr()
+        self._multiply(
+            shape, Pass.FORWARD, x, None, prepared.data_ptr(), out, own, bias, has_relu, residual=residual
+        )  # fmt: skip
+
     def _convolve(
         self, shape: ConvolutionShape, step: Pass, source: Tensor, gate: Tensor | None, weight: Tensor, out: Tensor,
         workspace: Tensor, bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        pieces = Workspace(workspace)
+        packed, own = (pieces.take(size).data_ptr() for size in self._piece_bytes(shape, step))
+        _pack(shape, step, weight, packed)
+        self._multiply(shape, step, source, gate, packed, out, own, bias, has_relu, mask)
+
+    def _multiply(
+        self, shape: ConvolutionShape, step: Pass, source: Tensor, gate: Tensor | None, packed: int, out: Tensor,
+        own: int, bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> None:  # fmt: skip
         is_data = step is Pass.BACKWARD_DATA
         num_in, num_out = _channels(shape, is_data)
@@ -97,19 +125,11 @@ class _Patches(Algorithm):
             # Each output pixel goes back to one input pixel; the others, in between, get nothing.
             out.zero_()
             out_size, spread, rules = shape.out_size, shape.stride, ((1, 0, 1, 1), (1, 0, 1, 1))
-        pieces = Workspace(workspace)
-        packed, own = (pieces.take(size).data_ptr() for size in self._piece_bytes(shape, step))
-        tap_bytes, row_bytes = 4 * shape.num_taps, 4 * shape.num_taps * shape.in_channels // shape.groups
-        column_bytes, channel_bytes = (tap_bytes, row_bytes) if is_data else (row_bytes, tap_bytes)
-        run_parallel(
-            pack_weight, weight.data_ptr(), shape.groups, shape.out_channels // shape.groups * row_bytes, num_out,
-            column_bytes, num_in, channel_bytes, shape.num_taps, packed,
-        )  # fmt: skip
         run_parallel(
             convolve_patches, source.data_ptr(), *gate_of(gate), (*in_size, num_in * shape.groups), shape.groups,
             (*out_size, num_out * shape.groups), shape.kernel, *rules, shape.batch * out_size[0] * out_size[1],
             _block(shape.num_taps * num_in), self._is_gathered(shape, gate is not None), packed, address_of(bias),
-            out.data_ptr(), address_of(mask), has_relu, spread, spread_size, own,
+            address_of(residual), out.data_ptr(), address_of(mask), has_relu, spread, spread_size, own,
         )  # fmt: skip
 
     def backward_weight(
@@ -135,6 +155,17 @@ class _Patches(Algorithm):
         if ct_bias is not None:
             rows = bias_sums.view(torch.float32).view(num_sums, shape.groups, -1)[:, :, :num_out]
             torch.sum(rows, dim=0, out=ct_bias.view(shape.groups, num_out))
+
+
+def _pack(shape: ConvolutionShape, step: Pass, weight: Tensor, packed: int) -> None:
+    is_data = step is Pass.BACKWARD_DATA
+    num_in, num_out = _channels(shape, is_data)
+    tap_bytes, row_bytes = 4 * shape.num_taps, 4 * shape.num_taps * shape.in_channels // shape.groups
+    column_bytes, channel_bytes = (tap_bytes, row_bytes) if is_data else (row_bytes, tap_bytes)
+    run_parallel(
+        pack_weight, weight.data_ptr(), shape.groups, shape.out_channels // shape.groups * row_bytes, num_out,
+        column_bytes, num_in, channel_bytes, shape.num_taps, packed,
+    )  # fmt: skip
 
 
 def _channels(shape: ConvolutionShape, is_data: bool) -> Pair:

@@ -77,8 +77,15 @@ def shape_of(
     x: Tensor, weight: Tensor, stride: Pair = (1, 1), padding: Pair = (0, 0), dilation: Pair = (1, 1), groups: int = 1
 ) -> ConvolutionShape:
     """The shape of a convolution of two tensors."""
-    batch, in_channels, height, width = x.shape
+    return shape_from(tuple(x.shape), tuple(weight.shape), stride, padding, dilation, groups)
+
+
+def shape_from(
+    x_shape: tuple[int, ...], weight_shape: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> ConvolutionShape:
+    """The shape of a convolution of tensors of these sizes."""
+    batch, in_channels, height, width = x_shape
+    out_channels, _, *kernel = weight_shape
     return ConvolutionShape(
-        batch, in_channels, weight.shape[0], (height, width), (weight.shape[2], weight.shape[3]), stride, padding,
-        dilation, groups,
-    )  # fmt: skip
+        batch, in_channels, out_channels, (height, width), (kernel[0], kernel[1]), stride, padding, dilation, groups
+    )

@@ -19,7 +19,13 @@ from typing import final
 import torch
 from torch import Tensor
 
-from undertow.kernels.convolution.algorithm import Algorithm, Pass, Workspace, accumulated_error, align
+from undertow.kernels.convolution.algorithm import (
+    Pass,
+    PreparedAlgorithm,
+    Workspace,
+    accumulated_error,
+    align,
+)
 from undertow.kernels.convolution.epilogue import address_of, gate_of, pack_signs_into
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, ROWS
 from undertow.kernels.convolution.shape import ConvolutionShape
@@ -96,6 +102,7 @@ class _Side:
     shape: ConvolutionShape
     m: int
     step: Pass
+    has_prepared: bool = False  # whether the transformed weights are given
 
     @property
     def is_data(self) -> bool:
@@ -121,6 +128,12 @@ class _Side:
     def padding(self) -> tuple[int, int]:
         height, width = self.shape.padding
         return (2 - height, 2 - width) if self.is_data else (height, width)
+
+    @property
+    def weight_strides(self) -> tuple[int, int]:
+        """Bytes between columns, and between terms, of [out, in, 3, 3] weights."""
+        tap_bytes, row = 4 * 9, 4 * 9 * self.shape.in_channels
+        return (tap_bytes, row) if self.is_data else (row, tap_bytes)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -172,19 +185,20 @@ class _Side:
         num_threads, num_f = torch.get_num_threads(), self.num_f
         scratch = num_threads * SCRATCH_BYTES
         if self.is_by_panels:
-            panel = num_f * (self.num_tiles + self.num_in + ROWS) * PANEL_BYTES + num_f * 64
+            num_terms = 0 if self.has_prepared else self.num_in
+            panel = num_f * (self.num_tiles + num_terms + ROWS) * PANEL_BYTES + num_f * 64
             return [scratch, self.transformed_input_bytes, num_threads * panel]
         block = num_f * self.block * row_bytes(self.num_in)
         if self.step is not Pass.BACKWARD_WEIGHT:
             block += num_f * self.block * row_bytes(self.num_out)
-            return [scratch, self.transformed_weight_bytes, num_threads * block]
+            return [scratch, 0 if self.has_prepared else self.transformed_weight_bytes, num_threads * block]
         block += num_f * self.num_panels * (self.block * PANEL_BYTES + 64)
         sums = self.num_sums * self.weight_sums_bytes
         return [scratch, sums, self.num_sums * block, self.num_sums * row_bytes(self.num_out)]
 
 
 @final
-class Winograd(Algorithm):
+class Winograd(PreparedAlgorithm):
     """F(m x m, 3 x 3), m being 2 or 4."""
 
     def __init__(self, m: int) -> None:
@@ -238,31 +252,56 @@ class Winograd(Algorithm):
     ) -> None:  # fmt: skip
         self._convolve(_Side(shape, self.m, Pass.BACKWARD_DATA), ct, mask, weight, ct_x, workspace)
 
+    def prepared_bytes(self, shape: ConvolutionShape) -> int:
+        return _Side(shape, self.m, Pass.FORWARD).transformed_weight_bytes
+
+    def prepare(self, shape: ConvolutionShape, weight: Tensor, prepared: Tensor) -> None:
+        scratch = torch.empty(torch.get_num_threads() * SCRATCH_BYTES, dtype=torch.uint8)
+        self._transform_weight(_Side(shape, self.m, Pass.FORWARD), weight, prepared.data_ptr(), scratch.data_ptr())
+
+    def evaluation_bytes(self, shape: ConvolutionShape) -> int:
+        return 64 + sum(map(align, _Side(shape, self.m, Pass.FORWARD, has_prepared=True).piece_bytes()))
+
+    def evaluate(
+        self, shape: ConvolutionShape, x: Tensor, prepared: Tensor, out: Tensor, workspace: Tensor, *,
+        bias: Tensor | None = None, residual: Tensor | None = None, has_relu: bool = False,
+    ) -> None:  # fmt: skip
+        side = _Side(shape, self.m, Pass.FORWARD, has_prepared=True)
+        self._convolve(side, x, None, prepared, out, workspace, bias, has_relu, residual=residual)
+
+    def _transform_weight(self, side: _Side, weight: Tensor, target: int, scratch: int) -> None:
+        column_bytes, term_bytes = side.weight_strides
+        run_parallel(
+            transform_weight, self.m + 2, weight.data_ptr(), side.num_out, column_bytes, side.num_in, term_bytes,
+            side.is_data, target, scratch,
+        )  # fmt: skip
+
     def _convolve(
         self, side: _Side, source: Tensor, gate: Tensor | None, weight: Tensor, out: Tensor, workspace: Tensor,
         bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None, kept: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> None:  # fmt: skip
         n, grid, num_tiles = self.m + 2, side.grid, side.num_tiles
         pieces = Workspace(workspace)
         scratch, shared, own = (pieces.take(size).data_ptr() for size in side.piece_bytes())
         gate_address, gate_kind = gate_of(gate)
         inputs = source.data_ptr(), gate_address, gate_kind, side.in_sizes, side.padding, grid, num_tiles
-        outputs = address_of(bias), out.data_ptr(), address_of(mask), has_relu, side.out_sizes, scratch, own
-        tap_bytes, row = 4 * 9, 4 * 9 * side.shape.in_channels
-        column_bytes, term_bytes = (tap_bytes, row) if side.is_data else (row, tap_bytes)
+        outputs = (
+            address_of(bias), address_of(residual), out.data_ptr(), address_of(mask), has_relu, side.out_sizes, scratch,
+            own,
+        )  # fmt: skip
         if side.is_by_panels:
             transformed = shared if kept is None else kept.data_ptr()
             run_parallel(transform_all_inputs, n, *inputs, transformed, scratch)
             run_parallel(
-                convolve_panels, n, transformed, side.num_in, grid, num_tiles, weight.data_ptr(), column_bytes,
-                term_bytes, side.is_data, *outputs,
+                convolve_panels, n, transformed, side.num_in, grid, num_tiles, weight.data_ptr(), *side.weight_strides,
+                side.is_data, weight.data_ptr() if side.has_prepared else 0, *outputs,
             )  # fmt: skip
         else:
-            run_parallel(
-                transform_weight, n, weight.data_ptr(), side.num_out, column_bytes, side.num_in, term_bytes,
-                side.is_data, shared, scratch,
-            )  # fmt: skip
-            run_parallel(convolve_blocks, n, *inputs, side.block, address_of(kept), shared, *outputs)
+            prepared = weight.data_ptr() if side.has_prepared else shared
+            if not side.has_prepared:
+                self._transform_weight(side, weight, shared, scratch)
+            run_parallel(convolve_blocks, n, *inputs, side.block, address_of(kept), prepared, *outputs)
 
     def backward_weight(
         self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, ct_weight: Tensor, workspace: Tensor, *,

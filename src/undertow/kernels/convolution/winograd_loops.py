@@ -54,13 +54,13 @@ def _transform_inputs(
 
 @numba.njit(error_model="numpy")
 def _transform_outputs(
-    n: int, products: int, f_bytes: int, row: int, grid: Any, first: int, num_tiles: int, bias: int, target: int,
-    mask: int, has_relu: bool, sizes: Any, first_channel: int, last_channel: int, scratch: int,
+    n: int, products: int, f_bytes: int, row: int, grid: Any, first: int, num_tiles: int, bias: int, residual: int,
+    target: int, mask: int, has_relu: bool, sizes: Any, first_channel: int, last_channel: int, scratch: int,
 ) -> None:  # fmt: skip
     for index in range(num_tiles):
         image, tile_y, tile_x = _place(first + index, grid)
         transform_output_tile(
-            n, products + index * row, f_bytes, bias, target, mask, has_relu, image, tile_y * (n - 2),
+            n, products + index * row, f_bytes, bias, residual, target, mask, has_relu, image, tile_y * (n - 2),
             tile_x * (n - 2), sizes, first_channel, last_channel, scratch,
         )  # fmt: skip
 
@@ -94,8 +94,8 @@ def transform_all_inputs(
 @numba.njit(parallel=True, cache=True, error_model="numpy")
 def convolve_blocks(
     n: int, source: int, gate: int, gate_kind: int, in_sizes: Any, padding: Any, grid: Any, num_tiles: int, block: int,
-    kept: int, weight: int, bias: int, target: int, mask: int, has_relu: bool, out_sizes: Any, scratch: int,
-    workspace: int,
+    kept: int, weight: int, bias: int, residual: int, target: int, mask: int, has_relu: bool, out_sizes: Any,
+    scratch: int, workspace: int,
 ) -> None:  # fmt: skip
     """By blocks of tiles: y = A^T (U V) A, with U of all panels in `weight`; V goes to `kept` unless that is 0.
 
@@ -121,37 +121,44 @@ def convolve_blocks(
                     c + f * c_f + panel * PANEL_BYTES, c_row, num_rows, num_in, False,
                 )  # fmt: skip
         _transform_outputs(
-            n, c, c_f, c_row, grid, first, num_rows, bias, target, mask, has_relu, out_sizes, 0, num_out, own_scratch
-        )
+            n, c, c_f, c_row, grid, first, num_rows, bias, residual, target, mask, has_relu, out_sizes, 0, num_out,
+            own_scratch,
+        )  # fmt: skip
 
 
 @numba.njit(parallel=True, cache=True, error_model="numpy")
 def convolve_panels(
     n: int, transformed: int, num_in: int, grid: Any, num_tiles: int, weight: int, column_bytes: int, term_bytes: int,
-    is_rotated: bool, bias: int, target: int, mask: int, has_relu: bool, out_sizes: Any, scratch: int, workspace: int,
+    is_rotated: bool, prepared: int, bias: int, residual: int, target: int, mask: int, has_relu: bool, out_sizes: Any,
+    scratch: int, workspace: int,
 ) -> None:  # fmt: skip
     """By panels of output channels: y = A^T (U V) A, with V of all tiles in `transformed`.
 
-    Workspace: for each thread U and M of a panel.
+    U of all panels is in `prepared`, unless that is 0. Workspace: for each thread U (unless prepared) and M of a panel.
     """
     num_out, num_f = out_sizes[2], n * n
     a_row, c_row = row_bytes(num_in), PANEL_BYTES
     c_f = num_tiles * c_row + 64
-    b_bytes = num_f * num_in * PANEL_BYTES
+    u_bytes = num_f * num_in * PANEL_BYTES
+    b_bytes = u_bytes if prepared == 0 else 0
     for panel in numba.prange((num_out + PANEL - 1) // PANEL):
         thread = numba.get_thread_id()
         own_scratch, own = scratch + thread * SCRATCH_BYTES, workspace + thread * (b_bytes + num_f * c_f)
-        transform_weight_panel(
-            n, weight, num_out, column_bytes, num_in, term_bytes, is_rotated, panel, own, own_scratch
-        )  # fmt: skip
+        b = own
+        if prepared != 0:
+            b = prepared + panel * u_bytes
+        else:
+            transform_weight_panel(
+                n, weight, num_out, column_bytes, num_in, term_bytes, is_rotated, panel, own, own_scratch
+            )  # fmt: skip
         for f in range(num_f):
             multiply_panel(
-                transformed + f * num_tiles * a_row, a_row, 4, own + f * num_in * PANEL_BYTES,
+                transformed + f * num_tiles * a_row, a_row, 4, b + f * num_in * PANEL_BYTES,
                 own + b_bytes + f * c_f, c_row, num_tiles, num_in, False,
             )  # fmt: skip
         _transform_outputs(
-            n, own + b_bytes, c_f, c_row, grid, 0, num_tiles, bias, target, mask, has_relu, out_sizes, PANEL * panel,
-            min(num_out, PANEL * (panel + 1)), own_scratch,
+            n, own + b_bytes, c_f, c_row, grid, 0, num_tiles, bias, residual, target, mask, has_relu, out_sizes,
+            PANEL * panel, min(num_out, PANEL * (panel + 1)), own_scratch,
         )  # fmt: skip
 
 

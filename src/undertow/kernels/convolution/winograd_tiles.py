@@ -211,8 +211,10 @@ def transform_cotangent_tile(
 
 
 @numba.njit(forceinline=True, error_model="numpy")
-def _store_pixel(target: int, mask: int, has_relu: bool, element: int, bits: int, value: Any) -> None:
+def _store_pixel(residual: int, target: int, mask: int, has_relu: bool, element: int, bits: int, value: Any) -> None:
     if bits != 0:
+        if residual != 0:
+            value = value + load_where(residual + 4 * element, bits)
         if has_relu:
             passed = not_at_most_zero(value)
             value = keep_where(value, passed)
@@ -223,12 +225,12 @@ def _store_pixel(target: int, mask: int, has_relu: bool, element: int, bits: int
 
 @numba.njit(error_model="numpy")
 def transform_output_tile(
-    n: int, products: int, f_bytes: int, bias: int, target: int, mask: int, has_relu: bool, image: int, y: int, x: int,
-    sizes: Any, first: int, last: int, scratch: int,
+    n: int, products: int, f_bytes: int, bias: int, residual: int, target: int, mask: int, has_relu: bool, image: int,
+    y: int, x: int, sizes: Any, first: int, last: int, scratch: int,
 ) -> None:  # fmt: skip
-    """y = A^T M A + bias, then ReLU and its mask where asked, for the channels from first to last.
+    """y = A^T M A + bias + residual, then ReLU and its mask where asked, for the channels from first to last.
 
-    `bias` and `mask` are addresses, or 0. A mask needs whole vectors of channels.
+    `bias`, `residual` and `mask` are addresses, or 0. A mask needs whole vectors of channels.
     """
     height, width, num_channels = sizes
     m, step, row_bytes = n - 2, n * f_bytes, VECTOR_BYTES * n
@@ -254,9 +256,9 @@ def transform_output_tile(
             if n == 6:
                 t0, t1, t2, t3 = _output_6(m0, m1, m2, m3, load(row + 256), load(row + 320))
                 two, three = element + 2 * num_channels, element + 3 * num_channels
-                _store_pixel(target, mask, has_relu, two, bits & _bits_inside(x + 2, width), t2 + shift)
-                _store_pixel(target, mask, has_relu, three, bits & _bits_inside(x + 3, width), t3 + shift)
+                _store_pixel(residual, target, mask, has_relu, two, bits & _bits_inside(x + 2, width), t2 + shift)
+                _store_pixel(residual, target, mask, has_relu, three, bits & _bits_inside(x + 3, width), t3 + shift)
             else:
                 t0, t1 = _output_4(m0, m1, m2, m3)
-            _store_pixel(target, mask, has_relu, element, bits, t0 + shift)
-            _store_pixel(target, mask, has_relu, element + num_channels, inside, t1 + shift)
+            _store_pixel(residual, target, mask, has_relu, element, bits, t0 + shift)
+            _store_pixel(residual, target, mask, has_relu, element + num_channels, inside, t1 + shift)

@@ -1,0 +1,106 @@
+"""Convolutions and products by oneDNN with weights reordered ahead, and what follows them in the same pass.
+
+oneDNN reads weights in blocks of its own. Given plain ones it reorders them in every call, which for few rows or a
+small image takes as long as the arithmetic. A reordered tensor is opaque: PyTorch says neither strides nor bytes of it,
+so its type in a Program is that of the weights it was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undertow.ops.own import OwnOperation
+
+Pair = tuple[int, int]
+onednn = torch.ops.mkldnn
+
+
+def has_onednn() -> bool:
+    """Whether this PyTorch was built with oneDNN's pointwise operations."""
+    return torch.backends.mkldnn.is_available() and hasattr(onednn, "_linear_pointwise")
+
+
+@dataclass(frozen=True, eq=False)
+class OnReordered:
+    """An operation whose second argument was made by `reorder(weights, *settings)`, where `settings_of(call)` says how.
+
+    Timed alone it is given plain tensors, which are reordered before the clock starts.
+    """
+
+    name: str
+    run: Callable[..., Tensor] = field(repr=False)
+    reorder: OwnOperation = field(repr=False)
+    settings_of: Callable[..., tuple[Any, ...]] = field(repr=False)
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self.run(*args)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def prepare_rehearsal(self, x: Tensor, weight: Tensor, *others: Any) -> Callable[[], Any]:
+        """The call to be timed."""
+        reordered = self.reorder(weight, *self.settings_of(x, weight, *others))
+        return lambda: self.run(x, reordered, *others)
+
+
+def _reorder_convolution(
+    weight: Tensor, x_shape: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> Tensor:
+    return onednn._reorder_convolution_weight(weight.contiguous(), padding, stride, dilation, groups, x_shape)
+
+
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    residual: Tensor | None,
+    has_relu: bool,
+) -> Tensor:
+    geometry = padding, stride, dilation, groups
+    if residual is None:
+        y = onednn._convolution_pointwise(x, weight, bias, *geometry, "relu" if has_relu else "none", [], "")
+    else:
+        unary = "relu" if has_relu else None
+        y = onednn._convolution_pointwise.binary(
+            x, residual, weight, bias, *geometry, "add", 1.0, unary, [], None
+        )  # fmt: skip
+    # With one input channel a tensor lies in both layouts, and PyTorch may take it for the other one.
+    return y.contiguous(memory_format=torch.channels_last)
+
+
+def _reorder_product(right: Tensor, num_rows: int) -> Tensor:
+    return onednn._reorder_linear_weight(right.t().contiguous(), num_rows)
+
+
+def _multiply(left: Tensor, right: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    name, _, algorithm = activation.partition(" ")
+    return onednn._linear_pointwise(left, right, bias, name, [], algorithm)
+
+
+# (weight, sizes of x, stride, padding, dilation, groups) -> reordered
+REORDER_CONVOLUTION = OwnOperation("convolution_weight.onednn", _reorder_convolution, is_preparation=True)
+
+# (x, reordered, bias, stride, padding, dilation, groups, residual, has_relu) -> y
+CONVOLUTION = OnReordered(
+    "convolution_prepared.onednn",
+    _convolve,
+    REORDER_CONVOLUTION,
+    lambda x, weight, bias, *others: (tuple(x.shape), *others[:4]),
+)
+
+# (right, number of rows of the left factor) -> reordered
+REORDER_PRODUCT = OwnOperation("mm_weight.onednn", _reorder_product, is_preparation=True)
+
+# (left, reordered, bias or None, activation) -> activation(left @ right + bias)
+# Activations are named as oneDNN does, with the algorithm behind a blank: "none", "relu", "gelu none", "gelu tanh".
+PRODUCT_PREPARED = OnReordered("mm_prepared.onednn", _multiply, REORDER_PRODUCT, lambda left, *others: (left.shape[0],))
