@@ -1,8 +1,9 @@
-"""`choose_kernels`: the fastest measured way to run each operation, and elementwise operations folded into it.
+"""`choose_kernels`: the best measured way to run each operation, and elementwise operations folded into it.
 
-In: a derived Program whose activations lie as `use_channels_last` put them, and a function that measures nodes. Out: a
-Program with other operations for the same values. Choices are made per shape from the table of measured times, before
-any budget is seen: the same table gives the same bits at every budget.
+In: a derived Program whose activations lie as `use_channels_last` put them, a function that measures nodes, and how to
+rank what it finds, by time unless memory is short. Out: a Program with other operations for the same values. Choices
+are made per shape from the table of measured costs, before any budget is seen: the same table gives the same bits at
+every budget.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _CHOICES: dict[Any, Callable[[Node], list[Node]]] = {
 }
 
 
-def choose_kernels(program: Program, measure: CostTable) -> Program:
-    """The Program with the fastest kernel for each operation that has several."""
+def choose_kernels(program: Program, measure: CostTable, rank: Callable[[Cost], Any]) -> Program:
+    """The Program with the kernel of the lowest rank for each operation that has several."""
     choices = {
         position: found
         for position, node in enumerate(program.nodes)
@@ -56,7 +57,7 @@ def choose_kernels(program: Program, measure: CostTable) -> Program:
     renamed: dict[Value, Value] = {}
     for position, candidates in choices.items():
         before = nodes[position]
-        nodes[position] = min(candidates, key=lambda node: cost_of(node).duration_ns)
+        nodes[position] = min(candidates, key=lambda node: rank(cost_of(node)))
         for old, new in zip(before.outputs, nodes[position].outputs, strict=False):
             if old is not None and new is not None and old is not new:
                 renamed[old] = new
