@@ -26,7 +26,7 @@ from undertow.report.optimizer_state import count_optimizer_state
 from undertow.report.peak import find_peak
 from undertow.report.plan_summary import explain
 from undertow.report.timeline import Role, Timeline
-from undertow.runtime.cost_cache import cache_path, load_costs, save_costs
+from undertow.runtime.cost_cache import MAX_COSTS, cache_path, load_costs, save_costs
 from undertow.runtime.costs import measure_costs, model_cost
 
 
@@ -151,7 +151,9 @@ def _cost_table(nodes: list[Node], terms: Terms) -> Callable[[Node], Cost]:
         # A given table may come from another machine: what is kept for this one is what was measured here.
         if measure_costs(nodes, known, _show_progress):
             save_costs(path, cached | {key: cost for key, cost in known.items() if key not in given})
-    modelled: dict[str, Cost] = {}
+    found = {key: known[key] for node in nodes if (key := signature(node)) in known}
+    for key in list(known)[:-MAX_COSTS]:
+        del known[key]
 
     def cost_of(node: Node) -> Cost:
         if node.target is GENERATOR_STATE:  # noted beside a draw that is to be repeated: part of that draw
@@ -159,9 +161,9 @@ def _cost_table(nodes: list[Node], terms: Terms) -> Callable[[Node], Cost]:
         if isinstance(node.target, StepAfterwards):
             return node.target.cost([cost_of(part) for part in node.target.parts()])
         key = signature(node)
-        if key not in known and key not in modelled:
-            modelled[key] = model_cost(node)
-        return known[key] if key in known else modelled[key]
+        if key not in found:
+            found[key] = known[key] if key in known else model_cost(node)
+        return found[key]
 
     return cost_of
 
