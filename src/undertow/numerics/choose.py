@@ -22,7 +22,10 @@ from undertow.numerics.normalization import (
     batch_norm_backward_choices,
     batch_norm_choices,
     batch_norm_evaluation_choices,
+    layer_norm_backward_choices,
+    layer_norm_choices,
 )
+from undertow.numerics.pairs import choose_pairs
 from undertow.numerics.products import biased_product_choices, product_choices
 from undertow.ops.own import RESTRIDE, Mutating
 
@@ -38,6 +41,8 @@ _CHOICES: dict[Any, Callable[[Node], list[Node]]] = {
     aten.native_batch_norm.default: batch_norm_choices,
     aten._native_batch_norm_legit_no_training.default: batch_norm_evaluation_choices,
     aten.native_batch_norm_backward.default: batch_norm_backward_choices,
+    aten.native_layer_norm.default: layer_norm_choices,
+    aten.native_layer_norm_backward.default: layer_norm_backward_choices,
     aten.mm.default: product_choices,
     aten.addmm.default: biased_product_choices,
 }
@@ -45,6 +50,7 @@ _CHOICES: dict[Any, Callable[[Node], list[Node]]] = {
 
 def choose_kernels(program: Program, measure: CostTable, rank: Callable[[Cost], Any]) -> Program:
     """The Program with the kernel of the lowest rank for each operation that has several."""
+    program = choose_pairs(program, measure, rank)
     choices = {
         position: found
         for position, node in enumerate(program.nodes)

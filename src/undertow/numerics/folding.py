@@ -28,7 +28,7 @@ class _Folder:
         self.program = program
         self.nodes: list[Node | None] = list(program.nodes)
         self.maker = {value: place for place, node in enumerate(program.nodes) for value in node.kept_outputs}
-        self.readers = _readers(program)
+        self.readers = readers_of(program)
 
     def run(self) -> Program:
         for place, node in enumerate(self.program.nodes):
@@ -99,7 +99,7 @@ def _order(place: int) -> float:
     return place if place >= 0 else float("inf")
 
 
-def _readers(program: Program) -> dict[Value, list[int]]:
+def readers_of(program: Program) -> dict[Value, list[int]]:
     """For each value the places of the nodes that read it; whatever leaves the Program is read at -1."""
     readers: dict[Value, list[int]] = {}
     for place, node in enumerate(program.nodes):

@@ -1,0 +1,44 @@
+"""Max pooling of channels_last activations with one-byte codes instead of int64 indices, as operations.
+
+The backward pass reads cotangent and codes alone: the input need not be kept for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undertow.kernels.max_pool import max_pool_backward, max_pool_forward
+from undertow.ops.own import OwnOperation
+
+Pair = tuple[int, int]
+
+
+def _forward(
+    x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, out_size: Pair
+) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:2], *out_size)
+    y = torch.empty(shape, memory_format=torch.channels_last)
+    codes = torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)
+    max_pool_forward(_innermost(x), kernel, stride, padding, dilation, _innermost(y), _innermost(codes))
+    return y, codes
+
+
+def _backward(
+    ct: Tensor, codes: Tensor, size: Pair, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
+) -> Tensor:
+    ct = ct.contiguous(memory_format=torch.channels_last)
+    ct_x = torch.empty((*ct.shape[:2], *size), memory_format=torch.channels_last)
+    max_pool_backward(_innermost(ct), _innermost(codes), None, kernel, stride, padding, dilation, _innermost(ct_x))
+    return ct_x
+
+
+def _innermost(image: Tensor) -> Tensor:
+    return image.permute(0, 2, 3, 1)
+
+
+# (x, kernel, stride, padding, dilation, output size) -> y, codes
+MAX_POOL = OwnOperation("max_pool.fused", _forward, returns_tuple=True)
+
+# (ct, codes, input size, kernel, stride, padding, dilation) -> ct_x
+MAX_POOL_BACKWARD = OwnOperation("max_pool_backward.fused", _backward)
