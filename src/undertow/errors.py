@@ -48,12 +48,18 @@ class NotFinite(UndertowError):
 
 
 class InfeasibleBudget(UndertowError):
-    """No plan fits the budget. `minimum_bytes` can be attained, less than `lower_bound_bytes` cannot."""
+    """No plan fits the budget. `minimum_bytes` can be attained, less than `lower_bound_bytes` cannot.
 
-    def __init__(self, message: str, minimum_bytes: int, lower_bound_bytes: int) -> None:
+    `other_bits_minimum_bytes` can be attained by kernels that round otherwise; None where those need no less.
+    """
+
+    def __init__(
+        self, message: str, minimum_bytes: int, lower_bound_bytes: int, other_bits_minimum_bytes: int | None = None
+    ) -> None:
         super().__init__(message)
         self.minimum_bytes = minimum_bytes
         self.lower_bound_bytes = lower_bound_bytes
+        self.other_bits_minimum_bytes = other_bits_minimum_bytes
 
 
 class ProgramError(UndertowError):

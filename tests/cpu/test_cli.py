@@ -293,4 +293,4 @@ def test_tune_times_both_numerics(capsys, tmp_path, monkeypatch):
 
 def test_plan_with_unknown_numerics(capsys):
     assert main(["plan", "lenet5", "--batch", "2", "--numerics", "quick"]) == 2
-    assert '"exact" or "fast"' in capsys.readouterr().err
+    assert '"exact", "fast", "bf16"' in capsys.readouterr().err

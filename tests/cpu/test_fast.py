@@ -128,7 +128,7 @@ def test_outputs_and_arguments_keep_their_layout():
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(ut.CallError, match='"exact" or "fast"'):
+    with pytest.raises(ut.CallError, match='"exact", "fast", "bf16"'):
         ut.plan(nn.Linear(2, 2), (torch.ones(1, 2),), numerics="quick")
 
 

@@ -35,7 +35,7 @@ WRONG = {
     "truth": ({"nesterov": 1}, "nesterov must be true or false"),
     "least": ({"batch": 0}, "batch must be at least 1"),
     "choice": ({"optimizer": "adm"}, "optimizer 'adm' is not known; did you mean adam?"),
-    "numerics": ({"numerics": "quick"}, "numerics 'quick' is not known; can be exact, fast"),
+    "numerics": ({"numerics": "quick"}, "numerics 'quick' is not known; can be exact, fast, bf16"),
     "loss": ({"loss": "softmax"}, "loss 'softmax' is not known"),
     "momentum of adam": ({"optimizer": "adam", "momentum": 0.9}, "belong to sgd"),
     "nesterov": ({"nesterov": True, "momentum": 0.0}, "nesterov needs a momentum"),

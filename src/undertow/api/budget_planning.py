@@ -26,7 +26,7 @@ from undertow.report.optimizer_state import count_optimizer_state
 from undertow.report.peak import find_peak
 from undertow.report.plan_summary import explain
 from undertow.report.timeline import Role, Timeline
-from undertow.runtime.cost_cache import cache_path, load_costs, save_costs
+from undertow.runtime.cost_cache import MAX_COSTS, cache_path, load_costs, save_costs
 from undertow.runtime.costs import measure_costs, model_cost
 
 
@@ -38,10 +38,21 @@ class CostSource(StrEnum):
 
 
 class Numerics(StrEnum):
-    """Which kernels may run: those with eager's bits, or also those that round otherwise within a stated bound."""
+    """Which kernels may run: those with eager's bits, or also those that round otherwise within a stated bound.
+
+    `bf16` is `fast` for a forward pass in bfloat16 (see `precision`).
+    """
 
     EXACT = "exact"
     FAST = "fast"
+    BF16 = "bf16"
+
+
+class Preference(StrEnum):
+    """By what a kernel is chosen, where several may run."""
+
+    TIME = "time"
+    WORKSPACE = "workspace"
 
 
 @dataclass(frozen=True)
@@ -57,13 +68,15 @@ class Terms:
     time_limit_s: float = math.inf
     numerics: Numerics = Numerics.EXACT
     table: dict[str, Cost] = field(default_factory=dict, repr=False, compare=False)
+    allows_other_bits: bool = False
+    preference: Preference = Preference.TIME
 
 
 def parse_numerics(numerics: str) -> Numerics:
     """The numerics that a user named."""
     if numerics not in list(Numerics):
-        names = " or ".join(f'"{name}"' for name in Numerics)
-        raise CallError(f"numerics must be {names}, got {numerics!r}")
+        names = ", ".join(f'"{name}"' for name in Numerics)
+        raise CallError(f"numerics must be one of {names}, got {numerics!r}")
     return Numerics(numerics)
 
 
@@ -141,7 +154,9 @@ def _cost_table(nodes: list[Node], terms: Terms) -> Callable[[Node], Cost]:
         # A given table may come from another machine: what is kept for this one is what was measured here.
         if measure_costs(nodes, known, _show_progress):
             save_costs(path, cached | {key: cost for key, cost in known.items() if key not in given})
-    modelled: dict[str, Cost] = {}
+    found = {key: known[key] for node in nodes if (key := signature(node)) in known}
+    for key in list(known)[:-MAX_COSTS]:
+        del known[key]
 
     def cost_of(node: Node) -> Cost:
         if node.target is GENERATOR_STATE:  # noted beside a draw that is to be repeated: part of that draw
@@ -149,9 +164,9 @@ def _cost_table(nodes: list[Node], terms: Terms) -> Callable[[Node], Cost]:
         if isinstance(node.target, StepAfterwards):
             return node.target.cost([cost_of(part) for part in node.target.parts()])
         key = signature(node)
-        if key not in known and key not in modelled:
-            modelled[key] = model_cost(node)
-        return known[key] if key in known else modelled[key]
+        if key not in found:
+            found[key] = known[key] if key in known else model_cost(node)
+        return found[key]
 
     return cost_of
 
@@ -174,34 +189,80 @@ def notes_of(program: Program) -> tuple[str, ...]:
     return (f"what custom autograd Functions keep and allocate inside is not counted: {', '.join(sorted(names))}",)
 
 
-def plan_for_budget(program: Program, held: Mapping[str, int], terms: Terms) -> Plan:
-    """The checked plan within the budget; raises InfeasibleBudget with the least that would do."""
-    plan = choose_plan(make_budget_planner(program, held, terms), terms.budget_bytes)
-    return replace(plan, notes=notes_of(program))
+# The whole step as a Program, by the kernels that the terms prefer, and what it holds throughout.
+DeriveStep = Callable[[Terms], tuple[Program, Mapping[str, int]]]
 
 
-def choose_plan(planner: Planner, budget_bytes: int | None) -> Plan:
-    """The checked plan within the budget; raises InfeasibleBudget with the least that would do."""
-    plan = planner.plan_within(budget_bytes)
-    if budget_bytes is not None:
-        least = planner.smallest
-        if plan is None or budget_bytes < least.peak_bytes:
-            raise _refusal(budget_bytes, least, planner.curve.lower_bound_peak_bytes)
-    assert plan is not None
-    return replace(check_plan(plan), explainer=explain)
+def plan_for_budget(derive_step: DeriveStep, terms: Terms) -> tuple[Plan, Planner]:
+    """The checked plan within the budget, and the planner it is from.
+
+    Raises InfeasibleBudget with the least that would do. Where kernels may round otherwise, those of least workspace
+    are tried before that: they are planned with if `terms` allow other bits, and named by the refusal if not.
+    """
+    program, held = derive_step(terms)
+    planner = make_budget_planner(program, held, terms)
+    plan, notes = _find_plan(planner, terms.budget_bytes), notes_of(program)
+    if plan is None:
+        smaller = _smaller_kernels(program, derive_step, terms)
+        plan = _find_plan(smaller, terms.budget_bytes) if smaller is not None and terms.allows_other_bits else None
+        if smaller is None or plan is None:
+            raise _refusal(planner, smaller, terms)
+        planner = smaller
+        notes += ("the fastest kernels do not fit: those of least workspace run, and round otherwise",)
+    return replace(check_plan(plan), explainer=explain, notes=notes), planner
 
 
-def _refusal(budget_bytes: int, least: Plan, lower_bound_bytes: int) -> InfeasibleBudget:
+def _find_plan(planner: Planner, budget_bytes: int | None) -> Plan | None:
+    if budget_bytes is not None and budget_bytes < planner.smallest.peak_bytes:
+        return None
+    return planner.plan_within(budget_bytes)
+
+
+def _smaller_kernels(program: Program, derive_step: DeriveStep, terms: Terms) -> Planner | None:
+    """The planner of the step by kernels of least workspace; None where those are the kernels of `program`."""
+    if terms.numerics is Numerics.EXACT:
+        return None
+    terms = replace(terms, preference=Preference.WORKSPACE)
+    other, held = derive_step(terms)
+    if [signature(node) for node in other.nodes] == [signature(node) for node in program.nodes]:
+        return None
+    return make_budget_planner(other, held, terms)
+
+
+def _refusal(planner: Planner, smaller: Planner | None, terms: Terms) -> InfeasibleBudget:
+    least, lower_bound_bytes = planner.smallest, planner.curve.lower_bound_peak_bytes
+    budget_bytes = terms.budget_bytes
+    assert budget_bytes is not None
     peak = find_peak(Timeline(least))
     parts = dict(peak.parts)
+    breakdown = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.parts if size)
+    place = f" at {peak.at.operation} {peak.at.layer} {peak.at.location}".rstrip() if peak.at is not None else ""
+    other_bits = None if smaller is None else smaller.smallest.peak_bytes
+    if other_bits is not None and other_bits >= least.peak_bytes:
+        other_bits = None
+    ways = _ways_out(least, parts, other_bits, terms)
+    message = (
+        f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) cannot be met: the least found is "
+        f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), and less than "
+        f"{format_bytes(lower_bound_bytes)} is impossible. At the peak{place}: {breakdown}. "
+        f"What would fit: {'; '.join(ways)}"
+    )
+    return InfeasibleBudget(message, least.peak_bytes, lower_bound_bytes, other_bits)
+
+
+def _ways_out(least: Plan, parts: Mapping[str, int], other_bits: int | None, terms: Terms) -> list[str]:
+    """What would fit, each with about how much it needs; `parts` are those of the least plan's peak."""
     gradients = parts.get(Role.GRADIENT.value, 0)
     state = parts.get("optimizer state", 0)
     lasting = sum(least.held.values()) - parts.get("batch", 0) + gradients
     passing = max(least.peak_bytes - lasting, 0)
-    ways = [
-        f"a budget of {format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes)",
-        f"half the batch: about {format_bytes(lasting + passing // 2)}",
-    ]
+    ways = [f"a budget of {format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes)"]
+    if other_bits is not None:
+        ways.append(
+            f"allow_other_bits=True, which takes kernels of less workspace and changes bits: "
+            f"{format_bytes(other_bits)} ({other_bits} bytes)"
+        )
+    ways.append(f"half the batch: about {format_bytes(lasting + passing // 2)}")
     if gradients:
         rest = format_bytes(least.peak_bytes - gradients)
         names = ", ".join(kind.__name__ for kind in SEPARABLE_OPTIMIZERS)
@@ -209,15 +270,11 @@ def _refusal(budget_bytes: int, least: Plan, lower_bound_bytes: int) -> Infeasib
             f"ut.train_step with an optimizer ({names}) and neither clip_norm nor accumulate, which updates inside the "
             f"backward pass: about {rest}"
         )
-    ways.append(f"model.bfloat16(): about {format_bytes(least.peak_bytes // 2)}")
+    weights = [item.value.tensor_type.dtype for item in least.program.inputs if item.kind is InputKind.PARAMETER]
+    if torch.float32 in weights and terms.numerics is not Numerics.BF16:
+        ways.append(f'numerics="bf16", with float32 weights: about {format_bytes(lasting + passing // 2)}')
+    if torch.float32 in weights:
+        ways.append(f"model.bfloat16(): about {format_bytes(least.peak_bytes // 2)}")
     if state:
         ways.append(f"an optimizer without state: {format_bytes(least.peak_bytes - state)}")
-    breakdown = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.parts if size)
-    place = f" at {peak.at.operation} {peak.at.layer} {peak.at.location}".rstrip() if peak.at is not None else ""
-    message = (
-        f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) cannot be met: the least found is "
-        f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), and less than "
-        f"{format_bytes(lower_bound_bytes)} is impossible. At the peak{place}: {breakdown}. "
-        f"What would fit: {'; '.join(ways)}"
-    )
-    return InfeasibleBudget(message, least.peak_bytes, lower_bound_bytes)
+    return ways

@@ -16,6 +16,7 @@ import torch
 from undertow import ops as ops
 from undertow.api.budget_planning import (
     Numerics,
+    Preference,
     Terms,
     held_bytes,
     measured_costs,
@@ -26,11 +27,13 @@ from undertow.api.budget_planning import (
 )
 from undertow.api.budgets import parse_budget
 from undertow.api.calls import check_call, check_optimizer, check_time_limit
+from undertow.api.precision import with_precision
 from undertow.autodiff.backward import differentiate
 from undertow.capture.capture import capture
 from undertow.capture.origins import place_of
 from undertow.errors import CallError, InfeasibleBudget
 from undertow.ir import Plan, Program
+from undertow.ir.cost import Cost
 from undertow.numerics.batch_norm_folding import fold_batch_norms
 from undertow.numerics.choose import choose_kernels, lay_out_gradients
 from undertow.numerics.fusion import fuse
@@ -54,6 +57,7 @@ def plan(
     budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     numerics: str = "exact",
+    allow_other_bits: bool = False,
     strict: bool = False,
     costs: str = "measured",
     time_limit_s: float = math.inf,
@@ -61,14 +65,23 @@ def plan(
     """A module with the model's parameters that trains by an explicit, derived backward pass.
 
     `budget` is the peak memory of the whole step, in bytes or as "6GiB"; `optimizer` only counts: its state is held.
-    `numerics="fast"` takes the fastest measured algorithms, within their error bounds, and times them at first use.
-    `costs="model"` plans without measuring. `time_limit_s` ends the search for a plan early.
+    `numerics="fast"` takes the fastest measured algorithms, within their error bounds, and times them at first use;
+    `"bf16"` also computes in bfloat16, from float32 weights. Where those do not fit the budget, `allow_other_bits` lets
+    others be taken that need less memory. `costs="model"` plans without measuring. `time_limit_s` ends the search for a
+    plan early.
     """
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
     check_time_limit(time_limit_s)
     budget_bytes = None if budget is None else parse_budget(budget)
-    terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s, parse_numerics(numerics))
+    terms = Terms(
+        budget_bytes,
+        optimizer,
+        parse_costs(costs),
+        time_limit_s,
+        parse_numerics(numerics),
+        allows_other_bits=allow_other_bits,
+    )
     if hasattr(model, "undertow_runner"):
         raise CallError("model is already planned; plan the module it was made from")
     planned = make_planned(model, RunnerMaker(strict, terms))
@@ -84,27 +97,33 @@ class RunnerMaker:
     terms: Terms
 
     def __call__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> Runner:
+        forward = with_precision(self.terms.numerics, module, forward)
         return Runner(module, forward, capture, partial(self.plan_step, module), place_of, guess_pattern)
 
     def plan_step(self, module: torch.nn.Module, program: Program, pattern: Pattern) -> Plan:
         """The plan for gradients from the outputs marked in `pattern`."""
-        program = derive(program, pattern, self.terms, is_strict=self.is_strict)
-        holding = hold_prepared(program)
-        held = held_bytes(module, holding, self.terms.optimizer)
+
+        def derive_step(is_holding: bool, terms: Terms) -> tuple[Program, dict[str, int]]:
+            derived = derive(program, pattern, terms, is_strict=self.is_strict)
+            derived = hold_prepared(derived) if is_holding else derived
+            return derived, held_bytes(module, derived, terms.optimizer)
+
+        holding = partial(derive_step, True)
         if self.terms.budget_bytes is None:
-            return make_plan(holding, held=held, notes=notes_of(holding), explainer=explain)
+            derived, held = holding(self.terms)
+            return make_plan(derived, held=held, notes=notes_of(derived), explainer=explain)
         try:
-            return plan_for_budget(holding, held, self.terms)
+            return plan_for_budget(holding, self.terms)[0]
         except InfeasibleBudget:
-            if holding is program:
+            if holding(self.terms)[0].preparation is None:
                 raise
         # Where prepared weights do not fit, they are made in every call, with the same bits.
-        return plan_for_budget(program, held_bytes(module, program, self.terms.optimizer), self.terms)
+        return plan_for_budget(partial(derive_step, False), self.terms)[0]
 
 
 def derive(program: Program, pattern: Pattern, terms: Terms, *, is_strict: bool = False) -> Program:
     """The Program with the backward pass from the outputs marked in `pattern`, by the kernels that `terms` allow."""
-    is_fast = terms.numerics is Numerics.FAST
+    is_fast = terms.numerics is not Numerics.EXACT
     if is_fast:
         program = use_channels_last(program)
     if is_fast and not any(pattern) and not _is_on_gpu(program):
@@ -119,8 +138,14 @@ def derive(program: Program, pattern: Pattern, terms: Terms, *, is_strict: bool 
         program = lay_out_gradients(fuse(program))
         compile_groups(program.nodes)
     elif is_fast:
-        program = lay_out_gradients(choose_kernels(program, partial(measured_costs, terms)))
+        program = lay_out_gradients(choose_kernels(program, partial(measured_costs, terms), _RANKING[terms.preference]))
     return compact_oversized(program)
+
+
+_RANKING: dict[Preference, Callable[[Cost], Any]] = {
+    Preference.TIME: lambda cost: cost.duration_ns,
+    Preference.WORKSPACE: lambda cost: (cost.workspace_bytes, cost.duration_ns),
+}
 
 
 def _is_on_gpu(program: Program) -> bool:

@@ -11,18 +11,18 @@ import torch
 from undertow.api.budget_planning import (
     CostSource,
     Terms,
-    choose_plan,
     held_bytes,
-    make_budget_planner,
     parse_costs,
     parse_numerics,
+    plan_for_budget,
 )
 from undertow.api.budgets import parse_budget
 from undertow.api.calls import check_call, check_optimizer, check_time_limit
 from undertow.api.measuring import measure
 from undertow.api.planning import RunnerMaker, derive
+from undertow.api.precision import with_precision
 from undertow.capture.capture import capture
-from undertow.ir import Plan
+from undertow.ir import Plan, Program
 from undertow.report.page import render_page
 from undertow.report.plan_summary import plan_to_dict, print_plan
 from undertow.runtime.measure import Measurement
@@ -77,6 +77,7 @@ def report_plan(
     budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     numerics: str = "exact",
+    allow_other_bits: bool = False,
     costs: str = "measured",
     time_limit_s: float = math.inf,
 ) -> PlanReport:
@@ -85,12 +86,23 @@ def report_plan(
     check_optimizer(model, optimizer)
     check_time_limit(time_limit_s)
     budget_bytes = None if budget is None else parse_budget(budget)
-    terms = Terms(budget_bytes, optimizer, parse_costs(costs), time_limit_s, parse_numerics(numerics))
+    terms = Terms(
+        budget_bytes,
+        optimizer,
+        parse_costs(costs),
+        time_limit_s,
+        parse_numerics(numerics),
+        allows_other_bits=allow_other_bits,
+    )
+    forward = with_precision(terms.numerics, model, model.forward)
     with torch.enable_grad():
-        captured = capture(model.forward, args, kwargs or {}, model)
-    program = derive(captured.program, guess_pattern(captured), terms)
-    planner = make_budget_planner(program, held_bytes(model, program, optimizer), terms)
-    plan = choose_plan(planner, terms.budget_bytes)
+        captured = capture(forward, args, kwargs or {}, model)
+
+    def derive_step(terms: Terms) -> tuple[Program, dict[str, int]]:
+        program = derive(captured.program, guess_pattern(captured), terms)
+        return program, held_bytes(model, program, optimizer)
+
+    plan, planner = plan_for_budget(derive_step, terms)
     curve = tuple((point.peak_bytes, point.time / 1e3) for point in planner.curve.points)
     if terms.costs is CostSource.MODEL:
         return PlanReport(plan, curve, None)

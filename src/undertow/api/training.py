@@ -30,6 +30,7 @@ from undertow.api.budget_planning import (
 from undertow.api.budgets import parse_budget
 from undertow.api.calls import check_call, check_clip_norm, check_time_limit, check_training
 from undertow.api.planning import derive
+from undertow.api.precision import with_precision
 from undertow.autodiff.training import add_updates
 from undertow.capture.capture import capture
 from undertow.capture.origins import place_of
@@ -58,6 +59,7 @@ def train_step(
     clip_norm: float | None = None,
     accumulate: int = 1,
     numerics: str = "exact",
+    allow_other_bits: bool = False,
     strict: bool = False,
     costs: str | Mapping[str, tuple[int, int]] = "measured",
     time_limit_s: float = math.inf,
@@ -66,6 +68,7 @@ def train_step(
 
     The loss is `loss(model(*args, **kwargs), *targets)`, or the model's own `.loss` where `loss` is None. `clip_norm`
     clips all gradients to that norm; `accumulate` updates at every so many calls, with the sum of their gradients.
+    `numerics` and `allow_other_bits` are those of `plan`; the loss is part of what runs in bfloat16, as in autocast.
     `costs` may be the `costs` of another step: the same ones give the same plan.
     """
     check_call(model, args, kwargs)
@@ -79,7 +82,7 @@ def train_step(
     budget_bytes = None if budget is None else parse_budget(budget)
     table = {} if isinstance(costs, str) else {key: Cost(*cost) for key, cost in costs.items()}
     source = parse_costs(costs) if isinstance(costs, str) else CostSource.MEASURED
-    terms = Terms(budget_bytes, optimizer, source, time_limit_s, parse_numerics(numerics), table)
+    terms = Terms(budget_bytes, optimizer, source, time_limit_s, parse_numerics(numerics), table, allow_other_bits)
     step = make_step(model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict)
     step.prepare((*args, *targets), kwargs or {})
     return step
@@ -96,7 +99,7 @@ def make_step(
     is_strict: bool = False,
 ) -> TrainStep:
     """A step that has not seen its arguments yet; the first `num_args` of them are the model's."""
-    forward = partial(_run_model, model, num_args, loss)
+    forward = with_precision(terms.numerics, model, partial(_run_model, model, num_args, loss))
     return TrainStep(model, forward, optimizer, terms, clip_norm, accumulate, is_strict)
 
 
@@ -216,14 +219,14 @@ class TrainStep:
         """The time/memory curve of the step for such arguments; runs nothing of the model."""
         with torch.enable_grad():
             captured = self._capture(self._runner.forward, args, kwargs, self.model)
-        program, held = self._derive(captured.program)
+        program, held = self._derive(captured.program, self._terms)
         return make_budget_planner(program, held, self._terms).curve
 
     def _plan(self, program: Program, pattern: Any) -> Plan:
-        program, held = self._derive(program)
         if self._terms.budget_bytes is None:
+            program, held = self._derive(program, self._terms)
             return make_plan(program, held=held, notes=(*notes_of(program), *self._notes()), explainer=explain)
-        plan = plan_for_budget(program, held, self._terms)
+        plan, _ = plan_for_budget(partial(self._derive, program), self._terms)
         return replace(plan, notes=(*plan.notes, *self._notes()))
 
     def _notes(self) -> tuple[str, ...]:
@@ -239,11 +242,11 @@ class TrainStep:
             reason = f"{name} has step hooks"
         return (f"the optimizer steps after the backward pass, and gradients are held until then: {reason}",)
 
-    def _derive(self, program: Program) -> tuple[Program, dict[str, int]]:
+    def _derive(self, program: Program, terms: Terms) -> tuple[Program, dict[str, int]]:
         """The whole step as one Program, and what it holds throughout."""
         places = differentiable_outputs(program)
         pattern = tuple(place == 0 for place in places)
-        program = derive(program, pattern, self._terms, is_strict=self._is_strict)
+        program = derive(program, pattern, terms, is_strict=self._is_strict)
         program = add_updates(program, self._update_of, self._is_consumed, self._at_end)
         held = held_bytes(self.model, program, self.optimizer)
         held["gradients"] = sum(

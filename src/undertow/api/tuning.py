@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from undertow.api.budget_planning import Numerics, Terms, measured_costs
+from undertow.api.budget_planning import Numerics, Terms, measured_costs, parse_numerics
 from undertow.api.calls import check_call
 from undertow.api.planning import derive
+from undertow.api.precision import with_precision
 from undertow.capture.capture import capture
 from undertow.ir.cost import signature
 from undertow.ops.alternatives import find_alternatives
@@ -32,20 +33,23 @@ class Tuning:
         return f"{self.num_operations} operations timed on this machine\nchosen in fast numerics: {chosen or 'none'}"
 
 
-def tune(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Tuning:
-    """Time the operations of a training step in both numerics, and keep the times on disk."""
+def tune(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, numerics: str = "fast"
+) -> Tuning:
+    """Time the operations of a training step in exact numerics and in those given, and keep the times on disk."""
     check_call(model, args, kwargs)
     keys: set[str] = set()
     fast: dict[str, int] = {}
-    for numerics in Numerics:
-        terms = Terms(numerics=numerics)
+    for kind in dict.fromkeys((Numerics.EXACT, parse_numerics(numerics))):
+        terms = Terms(numerics=kind)
+        forward = with_precision(kind, model, model.forward)
         with torch.enable_grad():
-            captured = capture(model.forward, args, kwargs or {}, model)
+            captured = capture(forward, args, kwargs or {}, model)
         program = derive(captured.program, guess_pattern(captured), terms)
         nodes = [*program.nodes, *(alternative.node for alternative in find_alternatives(program))]
         measured_costs(terms, nodes)
         keys.update(signature(node) for node in nodes)
-        if numerics is Numerics.FAST:
+        if kind is not Numerics.EXACT:
             for node in program.nodes:
                 if node.name.endswith((".fused", ".onednn")) or node.name.startswith(("convolution", "batch_norm")):
                     fast[node.name] = fast.get(node.name, 0) + 1

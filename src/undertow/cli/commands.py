@@ -41,6 +41,9 @@ InputOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+NumericsOption = Annotated[
+    str, typer.Option(help="exact; fast: the fastest kernels, within bounds; bf16: fast, and in bfloat16.")
+]
 
 
 class OptimizerName(StrEnum):
@@ -116,7 +119,11 @@ def plan_command(
     inputs: InputOption = None,
     budget: Annotated[str | None, typer.Option(help="Peak memory of the step: 4GiB, 500MB, or bytes.")] = None,
     optimizer: OptimizerOption = None,
-    numerics: Annotated[str, typer.Option(help="exact, or fast: the fastest kernels, within bounds.")] = "exact",
+    numerics: NumericsOption = "exact",
+    allow_other_bits: Annotated[
+        bool,
+        typer.Option("--allow-other-bits", help="Take kernels of less memory where the fastest do not fit."),
+    ] = False,
     costs: Annotated[str, typer.Option(help="measured, or model: by arithmetic and traffic.")] = "measured",
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one page.")] = None,
     is_json: JsonOption = False,
@@ -136,6 +143,7 @@ def plan_command(
                 budget=budget,
                 optimizer=made,
                 numerics=numerics,
+                allow_other_bits=allow_other_bits,
                 costs=costs,
             )
         except InfeasibleBudget as refusal:
@@ -152,6 +160,7 @@ def tune_command(
     model: ModelArgument,
     batch: BatchOption = None,
     inputs: InputOption = None,
+    numerics: NumericsOption = "fast",
     is_json: JsonOption = False,
 ) -> int:
     """Time every operation of a training step, and every way to run it, on this machine; plans then need not."""
@@ -160,7 +169,7 @@ def tune_command(
 
     subject = load(model, batch, inputs or [])
     with running(f"{model} on {subject.describe_inputs()}"):
-        result = tune(subject.model, subject.args, subject.kwargs)
+        result = tune(subject.model, subject.args, subject.kwargs, numerics=numerics)
     print_result(result, is_json)
     return DONE
 

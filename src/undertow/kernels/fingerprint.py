@@ -6,17 +6,27 @@ optimizer, a decay or a load writes shows, a write to a few chosen elements need
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-import numba
 import numpy
 import torch
 
-from undertow.kernels.convolution.vectors import load_byte
+from undertow.kernels.compiler import HAS_NUMBA, numba
+
+if HAS_NUMBA:
+    from undertow.kernels.convolution.vectors import load_byte
+else:
+
+    def load_byte(address: int) -> int:
+        """The byte at an address."""
+        return ctypes.string_at(address, 1)[0]
+
 
 _NUM_SAMPLES = 8
 _WORD_BYTES = 4
+_HASH = 2**42 - 1  # so that a product stays within 63 bits
 
 
 @numba.njit(cache=True, error_model="numpy")
@@ -26,7 +36,7 @@ def _hash(addresses: Any, num_words: Any) -> int:
         for sample in range(_NUM_SAMPLES):
             place = addresses[index] + _WORD_BYTES * (sample * (num_words[index] - 1) // (_NUM_SAMPLES - 1))
             for byte in range(_WORD_BYTES):
-                found = found * 1_000_003 + load_byte(place + byte)  # wraps around, as a hash may
+                found = (found * 1_000_003 + load_byte(place + byte)) & _HASH
     return found
 
 

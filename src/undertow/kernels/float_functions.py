@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy
-from numba import types
-from numba.extending import intrinsic
+
+from undertow.kernels.compiler import HAS_NUMBA, intrinsic, numba
+
+if HAS_NUMBA:
+    from numba import types
 
 _function: Any = numba.njit(cache=True, forceinline=True, fastmath={"contract"}, error_model="numpy")
 _intrinsic: Any = intrinsic

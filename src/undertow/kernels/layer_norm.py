@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy
 import torch
 
+from undertow.kernels.compiler import numba
 from undertow.kernels.streaming import distinct
 from undertow.kernels.threads import run_parallel
 

@@ -19,14 +19,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
 import numpy
 import torch
-from numba import types
-from numba.extending import intrinsic
 
+from undertow.kernels.compiler import HAS_NUMBA, intrinsic, numba
 from undertow.kernels.streaming import distinct
 from undertow.kernels.threads import run_parallel
+
+if HAS_NUMBA:
+    from numba import types
 
 # Elements per thread between two calls of PyTorch's square root: five arrays of them stay in a 1 MiB L2 cache.
 _BLOCK_ELEMENTS = 1 << 15

@@ -11,11 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.core.imputils import impl_ret_borrowed
-from numba.extending import intrinsic
+
+from undertow.kernels.compiler import HAS_NUMBA, intrinsic
+
+if HAS_NUMBA:
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+    from numba.core.imputils import impl_ret_borrowed
 
 # Numba types an intrinsic by its Python signature, which has one argument more than its calls.
 _intrinsic: Any = intrinsic

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import torch
 
+from undertow.kernels.compiler import numba
 from undertow.kernels.threads import run_parallel
 
 Pair = tuple[int, int]

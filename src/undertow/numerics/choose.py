@@ -1,8 +1,9 @@
-"""`choose_kernels`: the fastest measured way to run each operation, and elementwise operations folded into it.
+"""`choose_kernels`: the best measured way to run each operation, and elementwise operations folded into it.
 
-In: a derived Program whose activations lie as `use_channels_last` put them, and a function that measures nodes. Out: a
-Program with other operations for the same values. Choices are made per shape from the table of measured times, before
-any budget is seen: the same table gives the same bits at every budget.
+In: a derived Program whose activations lie as `use_channels_last` put them, a function that measures nodes, and how to
+rank what it finds, by time unless memory is short. Out: a Program with other operations for the same values. Choices
+are made per shape from the table of measured costs, before any budget is seen: the same table gives the same bits at
+every budget.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from undertow.numerics.normalization import (
     batch_norm_backward_choices,
     batch_norm_choices,
     batch_norm_evaluation_choices,
+    layer_norm_backward_choices,
+    layer_norm_choices,
 )
+from undertow.numerics.pairs import choose_pairs
 from undertow.numerics.pooling import max_pool_choices
 from undertow.numerics.preparation import find_fixed
 from undertow.numerics.products import biased_product_choices, prepared_product_choices, product_choices
@@ -47,6 +51,8 @@ _CHOICES: dict[Any, Callable[[Node], list[Node]]] = {
     aten._native_batch_norm_legit_no_training.default: batch_norm_evaluation_choices,
     aten.native_batch_norm_backward.default: batch_norm_backward_choices,
     aten.max_pool2d_with_indices.default: max_pool_choices,
+    aten.native_layer_norm.default: layer_norm_choices,
+    aten.native_layer_norm_backward.default: layer_norm_backward_choices,
     aten.mm.default: product_choices,
     aten.addmm.default: biased_product_choices,
 }
@@ -60,8 +66,9 @@ _PREPARED_CHOICES: dict[Any, Callable[[Node], dict[Node, Node]]] = {
 _PLAIN_FORM = PLAIN_FORM | {PRODUCT_PREPARED: PRODUCT}
 
 
-def choose_kernels(program: Program, measure: CostTable) -> Program:
-    """The Program with the fastest kernel for each operation that has several."""
+def choose_kernels(program: Program, measure: CostTable, rank: Callable[[Cost], Any]) -> Program:
+    """The Program with the kernel of the lowest rank for each operation that has several."""
+    program = choose_pairs(program, measure, rank)
     choices = {
         position: found
         for position, node in enumerate(program.nodes)
@@ -83,7 +90,7 @@ def choose_kernels(program: Program, measure: CostTable) -> Program:
     renamed: dict[Value, Value] = {}
     for position, candidates in choices.items():
         before = nodes[position]
-        nodes[position] = min(candidates, key=lambda node: cost_of(node).duration_ns)
+        nodes[position] = min(candidates, key=lambda node: rank(cost_of(node)))
         for old, new in zip(before.outputs, nodes[position].outputs, strict=False):
             if old is not None and new is not None and old is not new:
                 renamed[old] = new

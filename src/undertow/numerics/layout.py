@@ -17,6 +17,7 @@ import torch
 from torch._ops import OpOverload
 
 from undertow.ir import Node, Origin, Program, TensorType, Value, map_values
+from undertow.kernels.compiler import HAS_NUMBA
 from undertow.ops.own import RESTRIDE, Mutating, is_random
 
 aten = torch.ops.aten
@@ -48,8 +49,10 @@ def is_channels_last(kind: TensorType) -> bool:
 
 
 def is_float_image(x: Value, *others: Value | None) -> bool:
-    """Whether own kernels can read x: dense channels_last on the CPU, in float32 as the others are."""
+    """Whether there are own kernels and they can read x: dense channels_last on the CPU, float32 as the others are."""
     kind = x.tensor_type
+    if not HAS_NUMBA:
+        return False
     is_float = all(item.tensor_type.dtype is torch.float32 for item in (x, *others) if item is not None)
     return is_float and kind.device.type == "cpu" and is_channels_last(kind)
 

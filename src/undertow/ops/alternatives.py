@@ -6,7 +6,7 @@ operation that reads the code instead of the value.
 
 What is possible for an operation is said in its family's file by `register_code` (an operation that can read a code of
 its argument), `register_codec` (an output that can be encoded and decoded) and `register_second_run`. Boolean values
-need no record: any mask can be held at one bit per element. Only dense CPU tensors have codes so far.
+need no record: any mask can be held at one bit per element, by NumPy. Only dense CPU tensors have codes so far.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from undertow.ir import Node, Program, TensorType, Value
 from undertow.kernels.bits import num_packed_bytes, pack_mask, unpack_mask
+from undertow.kernels.compiler import HAS_NUMBA
 from undertow.ops.fused import Group, fused
 from undertow.ops.lifetimes import is_dense, shared_argument
 from undertow.ops.own import GENERATOR_STATE_BYTES, OwnOperation, Replayed, is_random
@@ -74,13 +75,18 @@ _SECOND_RUNS: dict[Any, Callable[[Node], Node]] = {}
 
 
 def register_code(reader: Any, code: Code) -> None:
-    """`reader` can work from a code of one of its arguments."""
-    _CODES[reader] = code
+    """`reader` can work from a code of one of its arguments, where its loops are compiled."""
+    if HAS_NUMBA:
+        _CODES[reader] = code
 
 
 def register_codec(maker: Any, output: int, codec: Callable[[dict[str, Any], TensorType], Codec | None]) -> None:
-    """Output number `output` of `maker` has a code; `codec` sees the call's arguments and the output's type."""
-    _CODECS.setdefault(maker, {})[output] = codec
+    """Output number `output` of `maker` has a code; `codec` sees the call's arguments and the output's type.
+
+    Where loops are not compiled, encoding would take longer than the step.
+    """
+    if HAS_NUMBA:
+        _CODECS.setdefault(maker, {})[output] = codec
 
 
 def register_second_run(target: Any, second_run: Callable[[Node], Node]) -> None:

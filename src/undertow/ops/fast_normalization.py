@@ -1,6 +1,8 @@
-"""Batch normalisation in two passes over memory, with a residual sum and a ReLU in the second, as operations.
+"""Batch normalisation in two passes over memory, with a residual sum and a ReLU in the second, and layer normalisation
+with each row read once, as operations.
 
-Channels_last activations. In training mode the new running statistics are outputs, as of a functional operation.
+Batch normalisation takes channels_last activations; in training mode the new running statistics are outputs, as of a
+functional operation. Layer normalisation takes contiguous ones and normalises the last dim.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from undertow.ir import Node
 from undertow.kernels.batch_norm import batch_norm_backward, batch_norm_evaluate, batch_norm_forward, rows_of
+from undertow.kernels.layer_norm import layer_norm_backward, layer_norm_forward
 from undertow.ops.alternatives import register_second_run
 from undertow.ops.own import OwnOperation
 
@@ -129,3 +132,27 @@ def _without_statistics(node: Node) -> Node:
 
 
 register_second_run(BATCH_NORM, _without_statistics)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, ...]:
+    y = torch.empty_like(x)
+    mean, inverse_std = x.new_empty(*x.shape[:-1], 1), x.new_empty(*x.shape[:-1], 1)
+    rows, out = x.flatten(0, -2), y.flatten(0, -2)
+    layer_norm_forward(rows, None, weight, bias, epsilon, out, mean.view(-1), inverse_std.view(-1), None)
+    return y, mean, inverse_std
+
+
+def _layer_norm_backward(
+    ct: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor
+) -> tuple[Tensor, ...]:
+    ct_x, ct_weight, ct_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    ct_rows, rows, ct_x_rows = (item.flatten(0, -2) for item in (ct.contiguous(), x, ct_x))
+    layer_norm_backward(ct_rows, rows, mean.view(-1), inverse_std.view(-1), weight, ct_x_rows, ct_weight, ct_bias)
+    return ct_x, ct_weight, ct_bias
+
+
+# (x, weight, bias, epsilon) -> y, mean, 1 / standard deviation
+LAYER_NORM = OwnOperation("layer_norm.fused", _layer_norm, returns_tuple=True)
+
+# (ct, x, mean, 1 / standard deviation, weight) -> ct_x, ct_weight, ct_bias
+LAYER_NORM_BACKWARD = OwnOperation("layer_norm_backward.fused", _layer_norm_backward, returns_tuple=True)

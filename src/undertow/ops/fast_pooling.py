@@ -1,23 +1,51 @@
-"""Max pooling of channels_last activations for the maxima alone, without the eight bytes per element of the indices."""
+"""Max pooling of channels_last activations with one-byte codes instead of int64 indices, as operations.
+
+The backward pass reads cotangent and codes alone: the input need not be kept for it.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from undertow.kernels.max_pool import max_pool_forward
+from undertow.kernels.max_pool import max_pool_backward, max_pool_forward
 from undertow.ops.own import OwnOperation
 
 Pair = tuple[int, int]
 
 
-def _pool(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, out_size: Pair) -> Tensor:
-    y = torch.empty((*x.shape[:2], *out_size), memory_format=torch.channels_last)
-    codes = torch.empty_like(y, dtype=torch.uint8)
-    rows, out, winners = (item.permute(0, 2, 3, 1) for item in (x, y, codes))
-    max_pool_forward(rows, kernel, stride, padding, dilation, out, winners)
-    return y
+def _forward(
+    x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, out_size: Pair
+) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:2], *out_size)
+    y = torch.empty(shape, memory_format=torch.channels_last)
+    codes = torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)
+    max_pool_forward(_innermost(x), kernel, stride, padding, dilation, _innermost(y), _innermost(codes))
+    return y, codes
 
 
-# (x, kernel, stride, padding, dilation, size of an output plane) -> y
-MAX_POOL = OwnOperation("max_pool.maxima", _pool)
+def _maxima(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, out_size: Pair) -> Tensor:
+    return _forward(x, kernel, stride, padding, dilation, out_size)[0]
+
+
+def _backward(
+    ct: Tensor, codes: Tensor, size: Pair, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
+) -> Tensor:
+    ct = ct.contiguous(memory_format=torch.channels_last)
+    ct_x = torch.empty((*ct.shape[:2], *size), memory_format=torch.channels_last)
+    max_pool_backward(_innermost(ct), _innermost(codes), None, kernel, stride, padding, dilation, _innermost(ct_x))
+    return ct_x
+
+
+def _innermost(image: Tensor) -> Tensor:
+    return image.permute(0, 2, 3, 1)
+
+
+# (x, kernel, stride, padding, dilation, output size) -> y, codes
+MAX_POOL = OwnOperation("max_pool.fused", _forward, returns_tuple=True)
+
+# The same for the maxima alone, where nobody differentiates.
+MAX_POOL_MAXIMA = OwnOperation("max_pool.maxima", _maxima)
+
+# (ct, codes, input size, kernel, stride, padding, dilation) -> ct_x
+MAX_POOL_BACKWARD = OwnOperation("max_pool_backward.fused", _backward)

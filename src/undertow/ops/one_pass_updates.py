@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from undertow.kernels.compiler import HAS_NUMBA
 from undertow.kernels.optimizers import adam_step, is_bit_identical, sgd_step
 
 # Smaller parameters are in the cache anyway, and starting a parallel loop costs more than the passes saved.
@@ -21,7 +22,7 @@ _OTHER_KERNELS = ("maximize", "capturable", "differentiable", "fused", "foreach"
 def is_known(group: dict[str, Any], kind: type[torch.optim.Optimizer]) -> bool:
     """Whether a group's settings are among those that were compared bit for bit."""
     is_plain = not any(group.get(name) for name in _OTHER_KERNELS) and isinstance(group["lr"], float | int)
-    return is_plain and kind in _STEPS and is_bit_identical()
+    return HAS_NUMBA and is_plain and kind in _STEPS and is_bit_identical()
 
 
 def step_in_one_pass(

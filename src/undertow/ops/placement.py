@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numba
 import numpy
+
+from undertow.kernels.compiler import numba
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
-
+from undertow.kernels.compiler import numba
 from undertow.planner.arena import EXCESS, TIME
 from undertow.planner.moves import draw, draw_unit, drop_run, drop_useless, rerun_before, shift_run, switch_formulation
 from undertow.planner.sequence import commit, roll_back, write_schedule
@@ -26,7 +25,7 @@ PRICE, BEST_TIME, BEST_RUNS = range(3)
 NUM_RECORDS = 3
 
 
-@njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True)
 def anneal(state, best, record, weights, num_moves, hot, cold, price_step, goal_time):
     """Draw `num_moves` moves while the temperature falls geometrically; stop early at a schedule of `goal_time`."""
     cooling = (cold / hot) ** (1.0 / num_moves)

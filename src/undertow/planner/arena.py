@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from undertow.kernels.compiler import numba
 from undertow.planner.instance import Instance, Int64s
 
 READ, WRITE, DESTROY = 0, 1, 2  # how a run uses a value; a destroying read ends its stretch for good
@@ -46,7 +46,7 @@ SMALL_KINDS = 3000
 
 
 # For functions that only compiled code calls: without the two entry points, compiling takes a third less time.
-inner: Any = njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
+inner: Any = numba.njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
 
 
 @inner

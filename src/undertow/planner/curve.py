@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from undertow.kernels.compiler import HAS_NUMBA
 from undertow.planner.bounds import lower_bound_peak
 from undertow.planner.instance import Instance, replay
 from undertow.planner.search import Solution, minimum_peak, search
@@ -26,6 +27,7 @@ NUM_LEVELS = 24
 # Moves per level. On GPT-2 with 12 layers (1,048 kinds) 100,000 give 4 % more extra time than 250,000, averaged over
 # the curve; small instances settle earlier, and in very large ones a move takes time in proportion to the schedule.
 MOVES_PER_KIND, MOST_MOVES, MOVES_TIMES_KINDS = 500, 100_000, 300_000_000
+FEWER_MOVES = 1 if HAS_NUMBA else 200  # a move takes a microsecond compiled, and a few hundred in plain Python
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def find_curve(instance: Instance, *, seed: int = 0, time_limit_s: float = math.
 def _find_curve(instance: Instance, seed: int, time_limit_s: float) -> Curve:
     deadline_s = time.perf_counter() + time_limit_s
     num_kinds = max(1, instance.num_kinds)
-    num_moves = min(MOVES_PER_KIND * num_kinds, MOST_MOVES, MOVES_TIMES_KINDS // num_kinds)
+    num_moves = min(MOVES_PER_KIND * num_kinds, MOST_MOVES, MOVES_TIMES_KINDS // num_kinds) // FEWER_MOVES
     base = replay(instance, instance.order)
     points = [Solution(instance.order, base.time, base.peak_bytes, 0)]
     bound = lower_bound_peak(instance, False).amount

@@ -85,7 +85,8 @@ class _Annealer:
         for chunk in range(CHUNKS_PER_CYCLE):
             num_chunk = max(1, num_moves // CHUNKS_PER_CYCLE)
             warm, cool = float(temperatures[chunk]), float(temperatures[chunk + 1])
-            anneal(state, kinds, self.record, self.weights, num_chunk, warm, cool, price_step, goal_time)
+            with np.errstate(over="ignore"):  # the random numbers wrap around, which NumPy reports without Numba
+                anneal(state, kinds, self.record, self.weights, num_chunk, warm, cool, price_step, goal_time)
             self.num_moves += num_chunk
             if self.is_finished(goal_time):
                 break

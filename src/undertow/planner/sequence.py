@@ -19,8 +19,8 @@ Does not: choose anything. Capacities are fixed at creation; a run that would ov
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from undertow.kernels.compiler import numba
 from undertow.planner.arena import (
     BUDGET,
     CAN_REPEAT,
@@ -107,7 +107,7 @@ def _with_absent_base_kinds(instance: Instance, schedule: Int64s) -> Int64s:
     return np.array(placed + [-1 - kind for kind in reversed(absent)], np.int64)
 
 
-@njit(cache=True)
+@numba.njit(cache=True)
 def lay_out(state, placed):
     """Fill an empty arena with a schedule; `-1 - kind` stands for an inactive run that keeps a base kind's place."""
     state[state[NEXT_RUN] + START] = END
@@ -520,7 +520,7 @@ def roll_back(state):
     state[NUM_JOURNAL] = 0
 
 
-@njit(cache=True)
+@numba.njit(cache=True)
 def write_schedule(state, kinds):
     """Copy the active runs' kinds in order; returns how many."""
     number, run = 0, at(state, NEXT_RUN, START)

@@ -18,6 +18,7 @@ import torch
 from undertow.ir.cost import Cost
 
 MAX_FILE_BYTES = 64 << 20  # a file from elsewhere is not read without end
+MAX_COSTS = 1 << 16  # inputs that change shape at every step would fill the disk
 # An hour in nanoseconds, 4 TiB: more was not measured here. The planner adds up such numbers in 64 bits.
 MAX_AMOUNT = 1 << 42
 
@@ -56,8 +57,9 @@ def _is_amount(amount: object) -> bool:
 
 
 def save_costs(path: Path, costs: dict[str, Cost]) -> None:
-    """Write a new file and rename it, so that a reader never sees half of one."""
-    text = json.dumps({key: (cost.duration_ns, cost.workspace_bytes) for key, cost in sorted(costs.items())})
+    """Write a new file and rename it, so that a reader never sees half of one; the latest costs come last."""
+    kept = list(costs.items())[-MAX_COSTS:]
+    text = json.dumps({key: (cost.duration_ns, cost.workspace_bytes) for key, cost in kept})
     fresh = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ import torch
 
 from undertow.errors import UndertowError
 from undertow.ir import Plan, Value
+from undertow.kernels.threads import survive_forks
 from undertow.ops.interpret import generators_of
 from undertow.ops.lifetimes import find_lifetimes
 from undertow.ops.modes import below_autograd
@@ -35,6 +36,7 @@ class Step:
 
     def __init__(self, plan: Plan, pattern: Pattern) -> None:
         keep_memory_mapped()
+        survive_forks()
         self.plan = plan
         self.program = program = plan.program
         self.pattern = pattern

@@ -31,7 +31,7 @@ LOSSES = (
 )
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine", "step")
-NUMERICS = ("exact", "fast")
+NUMERICS = ("exact", "fast", "bf16")
 
 # Where the optimizer's learning rate is not given: usual first guesses.
 DEFAULT_RATES = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
@@ -67,7 +67,10 @@ class TrainConfig:
     clip_norm: float | None = _option(None, "Clip all gradients together to this norm.", least=0)
     patience: int | None = _option(None, "Stop after so many epochs without a lower test loss.", least=1)
     budget: str | None = _option(None, "Peak memory of a step: 50MiB, 6GiB, or bytes.")
-    numerics: str = _option("exact", "exact: the bits of eager; fast: the fastest kernels, within bounds.", NUMERICS)
+    numerics: str = _option(
+        "exact", "exact: the bits of eager; fast: the fastest kernels, within bounds; bf16: in bfloat16.", NUMERICS
+    )
+    allow_other_bits: bool = _option(False, "Take kernels of less memory where the fastest do not fit.")
     seed: int = _option(0, "Of weights, data order and dropout.", least=0)
     save_every: int | None = _option(None, "Updates between checkpoints; one per epoch is saved anyway.", least=1)
     out: str | None = _option(None, "The run's folder; a new one under runs/ unless told.")

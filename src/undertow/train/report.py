@@ -136,6 +136,7 @@ def make_report(
         clip_norm=config.clip_norm,
         accumulate=config.accumulate,
         numerics=config.numerics,
+        allow_other_bits=config.allow_other_bits,
         costs=checkpoint.costs or "measured",
     )
     return RunReport(config, checkpoint.place, checkpoint.about, metrics, step.plan)

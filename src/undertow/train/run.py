@@ -243,6 +243,7 @@ class Run:
             clip_norm=config.clip_norm,
             accumulate=config.accumulate,
             numerics=config.numerics,
+            allow_other_bits=config.allow_other_bits,
             costs=self._costs or "measured",
         )
         self._costs = self.step.costs

@@ -1,0 +1,30 @@
+"""Softmax cross entropy over rows of logits as one operation, which keeps one number per row, not the softmax."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undertow.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from undertow.ops.own import OwnOperation
+
+
+def _forward(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor]:
+    loss, logsumexp = logits.new_empty(()), logits.new_empty(len(logits))
+    cross_entropy_forward(logits, targets, ignore_index, reduction, loss, logsumexp)
+    return loss, logsumexp
+
+
+def _backward(
+    ct: Tensor, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, logsumexp: Tensor
+) -> Tensor:
+    ct_logits = torch.empty_like(logits)
+    cross_entropy_backward(float(ct), logits, targets, ignore_index, reduction, logsumexp, ct_logits)
+    return ct_logits
+
+
+# (logits, targets, ignore_index, "mean" or "sum") -> loss, logsumexp of each row
+CROSS_ENTROPY = OwnOperation("cross_entropy.fused", _forward, returns_tuple=True)
+
+# (ct, logits, targets, ignore_index, "mean" or "sum", logsumexp) -> ct_logits
+CROSS_ENTROPY_BACKWARD = OwnOperation("cross_entropy_backward.fused", _backward)
