@@ -8,7 +8,7 @@ every budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,10 @@ from undertow.numerics.convolutions import (
     PLAIN_FORM,
     convolution_backward_choices,
     convolution_choices,
+    is_prepared,
     prepared_convolution_choices,
 )
-from undertow.numerics.folding import fold_activations
+from undertow.numerics.folding import find_residuals, fold_activations
 from undertow.numerics.normalization import (
     batch_norm_backward_choices,
     batch_norm_choices,
@@ -85,16 +86,26 @@ def choose_kernels(program: Program, measure: CostTable, rank: Callable[[Cost], 
             needless = {_PLAIN_FORM[item.target] for item in prepared}
             choices[position] = [*(item for item in found if item.target not in needless), *prepared]
             preparations |= prepared
-    cost_of = measure([node for nodes in choices.values() for node in nodes])
+    timed = _as_timed(preparations, find_residuals(program))
+    cost_of = measure([timed.get(node, node) for nodes in choices.values() for node in nodes])
     nodes = list(program.nodes)
     renamed: dict[Value, Value] = {}
     for position, candidates in choices.items():
         before = nodes[position]
-        nodes[position] = min(candidates, key=lambda node: rank(cost_of(node)))
+        nodes[position] = min(candidates, key=lambda node: rank(cost_of(timed.get(node, node))))
         for old, new in zip(before.outputs, nodes[position].outputs, strict=False):
             if old is not None and new is not None and old is not new:
                 renamed[old] = new
     return fold_activations(_with_preparations(_rename(replace(program, nodes=tuple(nodes)), renamed), preparations))
+
+
+def _as_timed(prepared: Iterable[Node], residuals: dict[Value, Value]) -> dict[Node, Node]:
+    """Convolutions that are to end with a sum and a ReLU as they will run: how much that takes differs among them."""
+    return {
+        node: replace(node, args=(*node.args[:-2], residuals[node.kept_outputs[0]], True))
+        for node in prepared
+        if is_prepared(node) and node.kept_outputs[0] in residuals
+    }
 
 
 def _with_preparations(program: Program, preparations: dict[Node, Node]) -> Program:

@@ -25,6 +25,31 @@ def fold_activations(program: Program) -> Program:
     return _Folder(program).run()
 
 
+def find_residuals(program: Program) -> dict[Value, Value]:
+    """For each result of a convolution that is to end with a sum and a ReLU, what is added to it."""
+    maker = {value: node for node in program.nodes for value in node.kept_outputs}
+    readers = find_readers(program)
+    found: dict[Value, Value] = {}
+    for node in program.nodes:
+        addition = maker.get(node.args[0]) if node.target is aten.relu.default else None
+        if addition is None or not _is_plain_sum(addition) or len(readers[node.args[0]]) > 1:
+            continue
+        for term, residual in (addition.args, addition.args[::-1]):
+            is_made = term in maker and maker[term].target is aten.convolution.default
+            if is_made and len(readers[term]) == 1 and _is_alike(term, residual):
+                found[term] = residual
+                break
+    return found
+
+
+def _is_plain_sum(node: Node) -> bool:
+    return node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs
+
+
+def _is_alike(term: Any, residual: Any) -> bool:
+    return isinstance(residual, Value) and residual.type == term.type
+
+
 class _Folder:
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -60,7 +85,7 @@ class _Folder:
             self._move(before, place, with_relu(before, result))
         elif _takes_residual(before):
             self._move(before, place, _with_residual_and_relu(before, None, result))
-        elif before.target is aten.add.Tensor and len(before.args) == 2 and not before.kwargs:
+        elif _is_plain_sum(before):
             self._fold_sum(place, before, result)
 
     def _fold_into_product(self, place: int, node: Node, activation: str) -> None:
@@ -85,8 +110,7 @@ class _Folder:
         at = self.maker[addition.kept_outputs[0]]
         for term, residual in (addition.args, addition.args[::-1]):
             before = self._made_for(term, at)
-            is_same = isinstance(residual, Value) and residual.type == term.type
-            if before is not None and is_same and _takes_residual(before):
+            if before is not None and _is_alike(term, residual) and _takes_residual(before):
                 self.nodes[at] = None
                 self._move(before, place, _with_residual_and_relu(before, residual, result))
                 return

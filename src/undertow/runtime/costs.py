@@ -170,8 +170,14 @@ def _run_marked(node: Node) -> int | None:
 
 def _storages(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
     """Address and bytes of the memory that tensors lie in."""
-    found = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    return dict(_storage(tensor) for tensor in tensors if tensor is not None)
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.is_mkldnn:  # oneDNN's own layouts have no storage that PyTorch would show
+        return torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _measure_workspace_cuda(node: Node) -> int | None:
