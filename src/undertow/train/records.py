@@ -26,7 +26,9 @@ class Records:
         is_resumed = folder.metrics_path.exists()
         if is_resumed:
             last = {"train": first_step, "test": first_step if is_tested else first_step - 1}
-            kept = [record for record in folder.read_metrics() if record["step"] <= last.get(record.get("kind"), -1)]
+            kept = [
+                record for record in folder.read_metrics() if record["step"] <= last.get(str(record.get("kind")), -1)
+            ]
             text = "".join(json.dumps(record) + "\n" for record in kept)
             write_durably(folder.metrics_path, lambda file: file.write(text.encode()))
         self._folder = folder
