@@ -1,3 +1,3 @@
-"""The command line: `undertow inspect`, `undertow check`, `undertow version`."""
+"""The command line: `undertow train` and its neighbours."""
 
 from undertow.cli.commands import main as main

@@ -6,6 +6,7 @@ is imported by the commands that need it, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -61,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes two lines to stderr whenever it runs
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may hold bytes that are no text
     try:
         return app(words, prog_name="undertow", standalone_mode=False)
     except UsageError as error:

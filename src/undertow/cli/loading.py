@@ -15,7 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -84,9 +84,10 @@ def parse_input(text: str) -> torch.Tensor:
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
-    """Turns what the user's code raises into one line that names where."""
+    """Turns what the user's code raises into one line that names where, and leaves stdout to the result."""
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except UndertowError:
         raise
     except (Exception, SystemExit) as error:

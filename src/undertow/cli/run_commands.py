@@ -7,6 +7,7 @@ config file can say it instead.
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -15,9 +16,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from undertow.cli.exits import DONE, INTERRUPTED
-from undertow.cli.printing import print_data, print_result, report_error, write_page
+from undertow.cli.printing import print_data, print_result, report_error
 from undertow.errors import CallError
-from undertow.train.config import TrainConfig, check_resumed, make_config, read_config_file
+from undertow.train.config import CLASS_LOSSES, TrainConfig, check_resumed, make_config, read_config_file
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -82,7 +83,7 @@ def train_command(
     try:
         result = _train(settings, resume is not None)
     except KeyboardInterrupt:
-        report_error("stopped at once; the last checkpoint is kept", is_json)
+        report_error("stopped at once; the last checkpoint, if there is one, is kept", is_json)
         return INTERRUPTED
     print_result(result, is_json)
     return INTERRUPTED if result.place.stopped == "interrupted" else DONE
@@ -96,17 +97,18 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
     from undertow.train.run import Run, use_threads_of
 
     folder = RunFolder(Path(settings.out) if settings.out is not None else new_folder(settings))
-    if is_resumed:
-        use_threads_of(folder)
-    else:
-        folder.check_is_free()
-    workload = load_workload(settings)
-    with running(f"training {settings.model} on {settings.data}"):
-        run = Run(settings, workload, folder, make_display())
+    with ExitStack() as held, running(f"training {settings.model} on {settings.data}"):
+        if is_resumed:
+            held.enter_context(folder.hold())
+            use_threads_of(folder)
+        else:
+            folder.check_is_free()
+        run = Run(settings, load_workload(settings), folder, make_display())
         if folder.checkpoint_path.exists():
             run.resume()
         run.prepare()
         if not is_resumed:
+            held.enter_context(folder.hold())
             folder.create(settings)
         return run.train()
 
@@ -117,9 +119,9 @@ def evaluate_command(run: RunArgument, data: DataOption = None, is_json: JsonOpt
     from undertow.cli.workloads import load_test_batches, load_trained
     from undertow.train.evaluation import Evaluator
 
-    trained = load_trained(run)
-    batches = load_test_batches(trained, data or trained.config.data)
     with running(f"evaluating {run}"):
+        trained = load_trained(run)
+        batches = load_test_batches(trained, data or trained.config.data)
         evaluator = Evaluator(trained.model, trained.config.loss, trained.is_sequence)
         result = evaluator.evaluate(batches)
     print_result(result, is_json)
@@ -138,10 +140,14 @@ def predict_command(
     from undertow.train.evaluation import Evaluator
     from undertow.train.prediction import predict
 
-    trained = load_trained(run)
-    if trained.preparation is None:
-        raise CallError(f"{run} was trained on loaders of its own, which do not say how a new input is prepared")
     with running(f"predicting {inputs}"):
+        trained = load_trained(run)
+        if trained.preparation is None:
+            raise CallError(f"{run} was trained on loaders of its own, which do not say how a new input is prepared")
+        if trained.config.loss not in CLASS_LOSSES:
+            raise CallError(
+                f"{run} was trained with {trained.config.loss}: its outputs are no probabilities of classes"
+            )
         evaluator = Evaluator(trained.model, trained.config.loss, trained.is_sequence)
         found = predict(evaluator.predict, trained.preparation, trained.classes, Path(inputs), top)
     if is_json:
@@ -162,7 +168,10 @@ def export_command(
 
     if Path(weights).suffix != ".safetensors":
         raise CallError(f"{weights}: weights are written as .safetensors")
-    found = RunFolder(Path(run)).read_checkpoint().weights()
+    folder = RunFolder(Path(run))
+    found = folder.read_checkpoint().weights()
+    if Path(weights).exists() and Path(weights).samefile(folder.checkpoint_path):
+        raise CallError(f"{weights} is the run's own checkpoint, which the weights alone must not replace")
     write_tensors(Path(weights), found, {"format": "pt"})
     data = {"file": weights, "tensors": len(found), "weights_sha256": hash_tensors(found)}
     print_data(data) if is_json else print(f"{weights}: {len(found)} tensors, sha256 {data['weights_sha256']}")
@@ -177,16 +186,18 @@ def report_command(
     """What a run did: its curves, its plan, predicted beside measured."""
     from undertow.cli.loading import running
     from undertow.cli.workloads import load_trained
+    from undertow.train.durable import write_durably
     from undertow.train.folder import RunFolder
     from undertow.train.report import make_report
 
-    trained = load_trained(run)
     with running(f"planning the step of {run} again"):
+        trained = load_trained(run)
         metrics = RunFolder(Path(run)).read_metrics()
         report = make_report(trained.config, trained.model, trained.checkpoint, metrics)
     if is_html:
         path = str(Path(run) / "report.html")
-        write_page(path, report.to_html())
+        page = report.to_html().encode()
+        write_durably(Path(path), lambda file: file.write(page))
         print_data({"page": path}) if is_json else print(path)
         return DONE
     print_result(report, is_json)

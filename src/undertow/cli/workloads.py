@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from undertow.cli.loading import call, describe, find_in_zoo, make_model, resolve
@@ -24,17 +26,18 @@ from undertow.train.workload import Workload, make_workload
 
 
 def load_workload(config: TrainConfig) -> Workload:
-    """The model and the data of a run. The seed is set just before the model is made."""
+    """The model and the data of a run. The seed is set just before each is made."""
     if ":" in config.data:
-        train_loader, test_loader = _make_loaders(config.data)
+        train_loader, test_loader = _make_loaders(config.data, config.seed)
         return Workload(_build(config, None, False), train_loader, test_loader)
     source = open_data(config.data, _wanted_shape(config))
     model = _build(config, source.classes, source.preparation.vocabulary is not None)
     return make_workload(model, source, config.batch)
 
 
-def _make_loaders(name: str) -> tuple[Any, Any]:
+def _make_loaders(name: str, seed: int) -> tuple[Any, Any]:
     module, place, attribute = resolve(name)
+    _seed(seed)
     made = call(module, place, attribute, "a training and a test loader")
     is_pair = isinstance(made, tuple | list) and len(made) == 2
     if not is_pair or not all(hasattr(loader, "__iter__") and hasattr(loader, "__len__") for loader in made):
@@ -61,15 +64,22 @@ def _build(config: TrainConfig, classes: Sequence[str] | None, is_text: bool) ->
     """The model; one of the zoo gets as many outputs as the data names classes."""
     if ":" in config.model:
         module, place, attribute = resolve(config.model)
-        torch.manual_seed(config.seed)
+        _seed(config.seed)
         return make_model(module, place, attribute)[0]
     build = find_in_zoo(config.model).build
     name = "vocabulary" if is_text else "num_classes"
     is_taken = name in inspect.signature(build).parameters
     if is_text and not is_taken:
         raise CallError(f"{config.model} is no language model, and {config.data} is text: try char_gpt")
-    torch.manual_seed(config.seed)
+    _seed(config.seed)
     return build(**{name: len(classes)}) if is_taken and classes is not None else build()
+
+
+def _seed(seed: int) -> None:
+    """Seed whatever a factory may draw from, so that a resumed run gets the same model and the same data."""
+    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 @dataclass(frozen=True)
@@ -92,9 +102,12 @@ def load_trained(run: str) -> Trained:
     """A run's model, as it was after the last saved step."""
     folder = RunFolder(Path(run))
     config, checkpoint = folder.read_config(), folder.read_checkpoint()
-    data = checkpoint.about["data"]
-    preparation = None if data["preparation"] is None else Preparation.from_dict(data["preparation"])
-    classes = None if data["classes"] is None else tuple(data["classes"])
+    try:
+        data = checkpoint.about["data"]
+        preparation = None if data["preparation"] is None else Preparation.from_dict(data["preparation"])
+        classes = None if data["classes"] is None else tuple(map(str, data["classes"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{folder.checkpoint_path} is refused: it does not say how data is read ({error})") from None
     model = _build(config, classes, preparation is not None and preparation.vocabulary is not None)
     load_weights(model, checkpoint.weights(), str(folder.checkpoint_path))
     return Trained(config, checkpoint, model, preparation, classes)
@@ -103,7 +116,7 @@ def load_trained(run: str) -> Trained:
 def load_test_batches(trained: Trained, name: str) -> Iterable[Any]:
     """The test data called `name`, prepared as the run's own was."""
     if ":" in name:
-        return _make_loaders(name)[1]
+        return _make_loaders(name, trained.config.seed)[1]
     if trained.preparation is None:
         raise CallError(f"the run was trained on loaders of its own; give --data file.py:factory, not {name}")
     source = open_data(name, trained.preparation.shape, trained.preparation.vocabulary)

@@ -22,6 +22,7 @@ from undertow.errors import DataError
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 TEST_NAMES = ("test", "val", "valid")
 MAX_PIXELS = 64 << 20
+UNBOUNDED_MODES = ("I", "F")  # 32 bits
 
 
 def is_image_folder(folder: Path) -> bool:
@@ -31,8 +32,8 @@ def is_image_folder(folder: Path) -> bool:
 
 def open_image_folder(folder: Path, wanted: Sequence[int] | None) -> Source:
     """The images with their classes, which are the folders' names in order."""
+    root = folder / "train" if _class_folders(folder / "train") else folder
     own_test = next((folder / name for name in TEST_NAMES if _class_folders(folder / name)), None)
-    root = folder / "train" if own_test is not None and _class_folders(folder / "train") else folder
     names = _class_folders(root)
     paths, targets = _list(root, names)
     if root != folder and own_test is not None:
@@ -71,18 +72,26 @@ def decode_image(path: Path) -> torch.Tensor:
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise DataError(f"{path} claims {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
-            is_grey = image.mode in ("1", "L", "I;16")
-            pixels = numpy.asarray(image.convert("L" if is_grey else "RGB"))
+            if image.mode in UNBOUNDED_MODES:
+                raise DataError(
+                    f"{path} has pixels of mode {image.mode}, which name no largest value; save 8 or 16 bits"
+                )
+            is_deep = image.mode.startswith("I;16")
+            is_grey = is_deep or image.mode in ("1", "L")
+            # Pillow's own conversion cuts 16 bits off at 255.
+            pixels = numpy.asarray(image) >> 8 if is_deep else numpy.asarray(image.convert("L" if is_grey else "RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(f"{path} cannot be decoded as an image: {reason}") from None
-    tensor = torch.from_numpy(pixels.copy())
+    tensor = torch.from_numpy(pixels.astype("uint8"))
     return tensor.unsqueeze(0) if is_grey else tensor.permute(2, 0, 1)
 
 
 def list_images(folder: Path) -> list[Path]:
     """The image files of a folder, by name."""
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    found = (path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    # Some systems leave a hidden file beside each image.
+    return sorted(path for path in found if not path.name.startswith(".") and not path.is_dir())
 
 
 def _class_folders(folder: Path) -> list[str]:

@@ -8,6 +8,7 @@ Python objects, which are pickles, are refused.
 from __future__ import annotations
 
 import math
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -23,6 +24,19 @@ from undertow.errors import DataError
 
 SPLIT_NAMES = ("x_train", "y_train", "x_test", "y_test")
 WHOLE_NAMES = ("x", "y")
+# What zipfile (encrypted members: RuntimeError) and numpy's parser of headers (a literal of Python) raise.
+UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    tokenize.TokenError,
+    ValueError,
+    TypeError,
+    OSError,
+    EOFError,
+    RuntimeError,
+    MemoryError,
+)
+MAX_REASON = 200  # characters; numpy repeats a header that it cannot parse
 
 
 def open_npz(path: Path, wanted: Sequence[int] | None) -> Source:
@@ -55,9 +69,18 @@ def read_npz(path: Path) -> dict[str, torch.Tensor]:
             for member in archive.infolist():
                 _check_member(path, archive, member, size)
         with numpy.load(path, allow_pickle=False) as arrays:
-            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    except (zipfile.BadZipFile, zlib.error, ValueError, TypeError, OSError, EOFError, NotImplementedError) as error:
-        raise DataError(f"{path} cannot be read as .npz: {error}") from None
+            found = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    except UNREADABLE as error:
+        raise DataError(f"{path} cannot be read as .npz: {str(error)[:MAX_REASON] or type(error).__name__}") from None
+    for name, array in found.items():
+        if array.is_complex() or not array.dim():
+            raise DataError(
+                f"{path}: {name} is {array.dtype} of shape {list(array.shape)}; wanted are rows of real numbers"
+            )
+        if array.is_floating_point() and not bool((finite := array.isfinite()).all()):
+            index = int((~finite.reshape(len(array), -1).all(1)).nonzero()[0])
+            raise DataError(f"{path}: {name}[{index}] holds a number that is infinite or NaN")
+    return found
 
 
 def _check_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, size: int) -> None:

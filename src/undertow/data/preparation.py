@@ -6,6 +6,7 @@ run and a new input be prepared in the same way years later.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,10 @@ class Preparation:
     def resize(self, examples: torch.Tensor) -> torch.Tensor:
         """Images in the wanted channels and size; anything else in the wanted shape."""
         if len(self.shape) != 3 or examples.dim() != 4:
+            if examples[0].numel() != math.prod(self.shape):
+                raise DataError(
+                    f"the model takes inputs of shape {list(self.shape)}, and this one has {list(examples.shape[1:])}"
+                )
             return examples.reshape(len(examples), *self.shape)
         channels, height, width = self.shape
         if channels == 1 and examples.shape[1] == 3:
@@ -45,6 +50,8 @@ class Preparation:
             examples = (examples * weights).sum(1, keepdim=True)
         elif examples.shape[1] == 1:
             examples = examples.expand(-1, channels, -1, -1)
+        elif examples.shape[1] != channels:
+            raise DataError(f"the model takes images of {channels} channels, and this one has {examples.shape[1]}")
         if examples.shape[-2:] == (height, width):
             return examples
         return functional.interpolate(examples, (height, width), mode="bilinear", align_corners=False, antialias=True)
@@ -70,6 +77,8 @@ def fit_images(what: str, stored: torch.Tensor, scale: float, wanted: Sequence[i
     Mean and deviation are those of each channel over a sample of the images, at equal distances.
     """
     channels, *size = stored.shape[1:]
+    if not stored[0].numel():
+        raise DataError(f"{what}: images of shape {[channels, *size]} have no pixels")
     shape = tuple(wanted) if wanted is not None else (channels, *size)
     if len(shape) == 1 and shape[0] == stored[0].numel():
         return _measure(Preparation(shape, scale), stored, is_image=False)

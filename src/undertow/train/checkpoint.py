@@ -33,6 +33,7 @@ class Place:
     last_loss: float | None = None
     best_loss: float | None = None
     num_worse_epochs: int = 0
+    test_step: int | None = None  # the step after which it was last evaluated
     test_loss: float | None = None
     test_accuracy: float | None = None
     predicted_peak_bytes: int | None = None
@@ -83,8 +84,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         state = json.loads(metadata["state"])
         costs = {key: (int(duration), int(workspace)) for key, (duration, workspace) in state["costs"].items()}
-        return Checkpoint(tensors, Place(**state["place"]), dict(state["about"]), costs)
-    except (ValueError, TypeError, KeyError) as error:
+        place, about = Place(**state["place"]), dict(state["about"])
+        counts = place.step, place.epoch, place.batch, about["environment"]["num_threads"] - 1
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError("steps or threads are no counts")
+        return Checkpoint(tensors, place, about, costs)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is refused: its state is not that of a run ({error})") from None
 
 
@@ -93,13 +98,19 @@ def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.opt
     load_weights(model, checkpoint.weights(), what)
     if optimizer is None:
         return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in checkpoint.tensors.items():
-        if name.startswith(OPTIMIZER):
-            index, _, key = name.removeprefix(OPTIMIZER).partition("/")
-            state.setdefault(int(index), {})[key] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    torch.set_rng_state(checkpoint.tensors[f"{GENERATOR}cpu"])
+    try:
+        for name, tensor in checkpoint.tensors.items():
+            if name.startswith(OPTIMIZER):
+                index, _, key = name.removeprefix(OPTIMIZER).partition("/")
+                if tensor.dim() and tensor.shape != parameters[int(index)].shape:
+                    raise ValueError(f"{name} has the shape {list(tensor.shape)}")
+                state.setdefault(int(index), {})[key] = tensor
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        torch.set_rng_state(checkpoint.tensors[f"{GENERATOR}cpu"])
+    except (ValueError, IndexError, KeyError, TypeError, RuntimeError) as error:
+        raise DataError(f"{what} is refused: the optimizer or the generator cannot be restored ({error})") from None
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:
@@ -111,8 +122,8 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], wh
     for name, tensor in own.items():
         if tensor.shape != weights[name].shape or tensor.dtype != weights[name].dtype:
             raise DataError(
-                f"the weights in {what} are not this model's: {name} is {list(weights[name].shape)} there and "
-                f"{list(tensor.shape)} in the model"
+                f"the weights in {what} are not this model's: {name} is {weights[name].dtype} "
+                f"{list(weights[name].shape)} there and {tensor.dtype} {list(tensor.shape)} in the model"
             )
     model.load_state_dict(dict(weights))
 

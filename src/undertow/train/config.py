@@ -29,9 +29,11 @@ LOSSES = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
+CLASS_LOSSES = ("cross_entropy", "nll_loss")  # of labels; all others are of numbers in the shape of the outputs
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine", "step")
 NUMERICS = ("exact", "fast", "bf16")
+MAX_SEED = 2**64 - 1  # what torch's generators take
 
 # Where the optimizer's learning rate is not given: usual first guesses.
 DEFAULT_RATES = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
@@ -115,7 +117,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise CallError(f"{path} is no UTF-8 text") from None
     try:
         found = _parse_yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CallError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise CallError(f"{path} must hold keys with values, such as lr = 0.1")
@@ -168,11 +170,15 @@ def _check_together(config: TrainConfig, where: str) -> None:
         raise CallError(f"{where}: momentum and nesterov belong to sgd, and the optimizer is {config.optimizer}")
     if config.nesterov and config.momentum == 0:
         raise CallError(f"{where}: nesterov needs a momentum of more than 0")
+    if config.seed > MAX_SEED:
+        raise CallError(f"{where}: seed must be at most {MAX_SEED}, got {config.seed}")
 
 
 def check_resumed(config: TrainConfig, given: dict[str, Any], folder: Path) -> TrainConfig:
     """The config of a run that goes on; raises CallError where it is asked for what it did not start with."""
     asked = make_config({**config.to_dict(), **given}, "command line")
+    if given.get("out") is not None and Path(given["out"]).resolve() != folder.resolve():
+        raise CallError(f"the run in {folder} goes on in its own folder, and --out {given['out']} is another")
     for name, before in config.to_dict().items():
         now = getattr(asked, name)
         if now != before and name not in (*CHANGEABLE, "out"):

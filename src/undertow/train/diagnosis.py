@@ -19,20 +19,26 @@ from undertow.ir import Node, Value
 from undertow.train.checkpoint import Checkpoint
 
 
-def explain_not_finite(run: Any, bad_step: int) -> NotFinite:
-    """The error for a run whose step `bad_step`, counted from 1, gave a loss that is not finite."""
+def explain_not_finite(run: Any, bad_step: int, what: str) -> NotFinite:
+    """The error for a run of which step `bad_step`, counted from 1, showed that `what` is not finite.
+
+    It repeats steps, and moves the run's place.
+    """
     good = run.folder.read_checkpoint()
     first_bad = _find_first_bad_step(run, good, bad_step)
     run.restore(good)
     groups = _groups(run)
     while run.place.step < first_bad - 1:
         run.run_batches(next(groups))
-    found = next((node for batch in next(groups) if (node := find_first_bad(run.step.walk(*batch)))), None)
+    group = next(groups)
+    found = next((node for batch in group if (node := find_first_bad(run.step.walk(*batch)))), None)
     cause = "the update made weights that are not finite"
-    if found is not None:
+    if not are_finite(item for batch in group for item in batch):
+        cause = "the data itself holds numbers that are not finite"
+    elif found is not None:
         cause = f"{found.name} ({str(found.origin) or 'the loss'}) made the first value that is not finite"
     return NotFinite(
-        f"the loss of step {bad_step} is not finite: in step {first_bad} {cause}; the last good checkpoint, of step "
+        f"{what} not finite: in step {first_bad} {cause}; the last good checkpoint, of step "
         f"{good.place.step}, is kept in {run.folder.checkpoint_path}. Lower --lr, or give --clip-norm"
     )
 
@@ -42,7 +48,7 @@ def _find_first_bad_step(run: Any, good: Checkpoint, bad_step: int) -> int:
     run.restore(good)
     for group in _groups(run):
         loss = run.run_batches(group)
-        if not math.isfinite(loss) or not are_finite(run.workload.model.state_dict().values()):
+        if not math.isfinite(loss) or not has_finite_weights(run.workload.model):
             return run.place.step
     return bad_step
 
@@ -80,6 +86,11 @@ def _writes_infinity(node: Node) -> bool:
 def has_nan(value: Any) -> bool:
     """Whether a tensor holds something that is no number."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
+
+
+def has_finite_weights(model: torch.nn.Module) -> bool:
+    """Whether every trained parameter is finite; buffers may be masks of infinities."""
+    return are_finite(parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def are_finite(values: Iterable[Any]) -> bool:

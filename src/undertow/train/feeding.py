@@ -66,9 +66,10 @@ class Feed:
         num_skipped = first
         if isinstance(order, EpochOrder):
             order.first, num_skipped = first, 0
-        generator = getattr(self.loader, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(_derive_seed(self.seed, epoch))
+        for owner in (self.loader, getattr(self.loader, "sampler", None)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(_derive_seed(self.seed, epoch))
         with _drawing_from(states):
             iterator = iter(self.loader)
             for _ in range(num_skipped):

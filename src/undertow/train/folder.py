@@ -3,12 +3,16 @@
 config.json               what was asked for
 checkpoint.safetensors    the run after its last saved step
 metrics.jsonl             a line for each step and each evaluation
+lock                      held by the process that trains here
 events.out.tfevents.*     the same for TensorBoard
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ from undertow.train.checkpoint import Checkpoint, load_checkpoint
 from undertow.train.config import TrainConfig, make_config
 from undertow.train.durable import write_durably
 
-CONFIG, CHECKPOINT, METRICS = "config.json", "checkpoint.safetensors", "metrics.jsonl"
+CONFIG, CHECKPOINT, METRICS, LOCK = "config.json", "checkpoint.safetensors", "metrics.jsonl", "lock"
 
 
 class RunFolder:
@@ -41,12 +45,29 @@ class RunFolder:
         if (self.path / CONFIG).exists() or self.checkpoint_path.exists():
             raise CallError(f"{self.path} already holds a run: go on with --resume {self.path}, or give another --out")
 
-    def create(self, config: TrainConfig) -> None:
-        """Begin a run here."""
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Make the folder, and let nobody else train in it; the kernel lets go of it however the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FolderError(f"the run's folder {self.path} cannot be made: {error.strerror}") from None
+        try:
+            file = open(self.path / LOCK, "w")  # noqa: SIM115  open as long as it is held
+        except OSError as error:
+            raise FolderError(f"the run's folder {self.path} cannot be written: {error.strerror}") from None
+        with file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                raise CallError(
+                    f"another process is training in {self.path}: wait for it, or give another --out"
+                ) from None
+            yield
+
+    def create(self, config: TrainConfig) -> None:
+        """Begin a run here."""
+        self.check_is_free()
         text = json.dumps(config.to_dict(), indent=2) + "\n"
         write_durably(self.path / CONFIG, lambda file: file.write(text.encode()))
 
@@ -57,7 +78,7 @@ class RunFolder:
             raise CallError(f"{self.path} holds no run: there is no {CONFIG} in it")
         try:
             return make_config(json.loads(path.read_text()), str(path))
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise FolderError(f"{path} cannot be read: {error}") from None
 
     def read_checkpoint(self) -> Checkpoint:
@@ -74,7 +95,7 @@ class RunFolder:
         for line in self.metrics_path.read_text(errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:  # a line that was being written when the run was killed
+            except (ValueError, RecursionError):  # a line that was being written when the run was killed
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 found.append(record)

@@ -47,7 +47,9 @@ def predict(
         if logits.dim() != 2:
             raise DataError(f"the model gives outputs of shape {list(outputs.shape)}, which are no classes")
         best = logits[0].double().softmax(0).topk(min(top, logits.shape[1]))
-        names = [str(index) if classes is None else classes[index] for index in best.indices.tolist()]
+        # A model of one's own may have more outputs than the data has classes.
+        known = classes or ()
+        names = [known[index] if index < len(known) else str(index) for index in best.indices.tolist()]
         found.append(Prediction(name, tuple(zip(names, best.values.tolist(), strict=True))))
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from typing import Any
@@ -20,10 +21,14 @@ from undertow.train.folder import RunFolder
 class Records:
     """Open records; `flush` brings them to the file, before each checkpoint that counts on them."""
 
-    def __init__(self, folder: RunFolder, first_step: int) -> None:
+    def __init__(self, folder: RunFolder, first_step: int, is_tested: bool) -> None:
+        """`is_tested`: the evaluation after `first_step` is part of the checkpoint, and will not come again."""
         is_resumed = folder.metrics_path.exists()
         if is_resumed:
-            kept = [record for record in folder.read_metrics() if record["step"] <= first_step]
+            last = {"train": first_step, "test": first_step if is_tested else first_step - 1}
+            kept = [
+                record for record in folder.read_metrics() if record["step"] <= last.get(str(record.get("kind")), -1)
+            ]
             text = "".join(json.dumps(record) + "\n" for record in kept)
             write_durably(folder.metrics_path, lambda file: file.write(text.encode()))
         self._folder = folder
@@ -37,8 +42,8 @@ class Records:
         self._events = EventWriter(self._file, now, first_step + 1 if is_resumed else None)
 
     def add(self, step: int, kind: str, **numbers: Any) -> None:
-        """One line; `kind` is train or test."""
-        present = {name: value for name, value in numbers.items() if value is not None}
+        """One line; `kind` is train or test. JSON has no infinity and no NaN: such a number is left out."""
+        present = {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
         self._write(json.dumps({"step": step, "kind": kind, **present}) + "\n", step, kind, present)
 
     def _write(self, line: str, step: int, kind: str, numbers: dict[str, Any]) -> None:

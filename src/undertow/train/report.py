@@ -104,13 +104,18 @@ class RunReport:
         return [
             Evaluated(item["step"], item["epoch"], item["train_loss"], item["loss"], item.get("accuracy"))
             for item in self.metrics
-            if item.get("kind") == "test" and {"epoch", "train_loss", "loss"} <= item.keys()
+            if item.get("kind") == "test" and all(is_number(item.get(name)) for name in ("epoch", "train_loss", "loss"))
         ]
 
 
 def is_loss(record: dict[str, Any]) -> bool:
     """Whether a record is that of a training step."""
-    return record.get("kind") == "train" and isinstance(record.get("loss"), float) and math.isfinite(record["loss"])
+    return record.get("kind") == "train" and is_number(record.get("loss"))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be drawn and printed; what was recorded may have been written by anybody."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def make_report(

@@ -22,8 +22,8 @@ from undertow.errors import DataError
 from undertow.runtime.measure import measure_call
 from undertow.train.checkpoint import Checkpoint, Place, collect_tensors, restore, save_checkpoint
 from undertow.train.config import TrainConfig
-from undertow.train.diagnosis import explain_not_finite
-from undertow.train.evaluation import Evaluator
+from undertow.train.diagnosis import explain_not_finite, has_finite_weights
+from undertow.train.evaluation import Evaluator, check_labels
 from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
 from undertow.train.interrupts import Interrupts
@@ -98,6 +98,7 @@ class Run:
             "environment": describe_environment(),
         }
         self._records: Records | None = None
+        self._num_classes: int | None = None  # None: targets are no labels
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -131,13 +132,13 @@ class Run:
         batch = next(self.test_feed.batches(0, 0), None)
         if batch is None:
             raise DataError("there are no test examples")
-        check_workload(self.workload, self.evaluator, batch)
+        self._num_classes = check_workload(self.workload, self.evaluator, batch)
         if not self.place.stopped:
             self._plan(*next(self.feed.batches(self.place.epoch, 0)))
 
     def train(self) -> TrainResult:
         """Train to the end, or until Ctrl-C."""
-        self._records = Records(self.folder, self.place.step)
+        self._records = Records(self.folder, self.place.step, self.place.test_step == self.place.step)
         try:
             with Interrupts() as interrupts:
                 if not self.folder.checkpoint_path.exists():
@@ -196,7 +197,7 @@ class Run:
         place = self.place
         place.seconds += time.perf_counter() - start
         if not math.isfinite(loss):
-            raise explain_not_finite(self, place.step)  # it repeats steps, and moves the place
+            raise explain_not_finite(self, place.step, f"the loss of step {place.step} is")
         assert self._records is not None
         rate = self.optimizer.param_groups[0]["lr"]
         self._records.add(place.step, "train", loss=loss, lr=rate, epoch=place.epoch)
@@ -220,6 +221,8 @@ class Run:
     def _run_batch(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         step, place = self.step, self.place
         assert step is not None
+        if self._num_classes is not None:
+            check_labels(targets, self._num_classes, f"training data, epoch {place.epoch + 1}, step {place.step + 1}")
         if place.step + 1 == MEASURED_STEP or place.measured_peak_bytes is None and place.step >= MEASURED_STEP:
             losses: list[torch.Tensor] = []
             persistent = [*step.persistent_tensors(), inputs, targets]
@@ -256,7 +259,7 @@ class Run:
         start = time.perf_counter()
         found = self.evaluator.evaluate(self.test_feed.batches(0, 0))
         place.seconds += time.perf_counter() - start
-        place.test_loss, place.test_accuracy = found.loss, found.accuracy
+        place.test_step, place.test_loss, place.test_accuracy = place.step, found.loss, found.accuracy
         mean = place.loss_sum * self.config.accumulate / place.batch
         assert self._records is not None
         self._records.add(
@@ -274,8 +277,10 @@ class Run:
         place.epoch, place.batch, place.loss_sum = place.epoch + 1, 0, 0.0
 
     def save(self) -> None:
-        """Records first: a checkpoint counts on the lines before it."""
+        """Records first: a checkpoint counts on the lines before it. What is saved must be good to go on from."""
         assert self._records is not None
+        if self.place.step and not has_finite_weights(self.workload.model):
+            raise explain_not_finite(self, self.place.step, f"the weights after step {self.place.step} are")
         self._records.flush()
         self.place.process_peak_bytes = process_peak_bytes()
         tensors = collect_tensors(self.workload.model, self.optimizer)

@@ -11,7 +11,7 @@ import torch
 from undertow.data.examples import Examples, Source
 from undertow.data.preparation import Preparation
 from undertow.errors import DataError
-from undertow.train.evaluation import Evaluator
+from undertow.train.evaluation import Evaluator, check_labels
 from undertow.train.feeding import make_test_loader, make_train_loader
 
 
@@ -44,24 +44,12 @@ def make_workload(model: torch.nn.Module, source: Source, batch: int) -> Workloa
     return Workload(model, *loaders, source.preparation, source.classes)
 
 
-def check_workload(workload: Workload, evaluator: Evaluator, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Run the model once, and raise DataError if a label is no class of it."""
+def check_workload(workload: Workload, evaluator: Evaluator, batch: tuple[torch.Tensor, torch.Tensor]) -> int | None:
+    """Run the model once, and raise DataError if the targets are not for it; the number of classes, if any."""
     outputs = evaluator.predict(batch[0])
+    num_classes = evaluator.check_targets(outputs, batch[1], "test data")
     for loader, what in ((workload.train_loader, "training data"), (workload.test_loader, "test data")):
         examples = getattr(loader, "dataset", None)
-        if isinstance(examples, Examples):
-            check_labels(examples.targets, outputs.shape[-1 if workload.is_sequence else 1], what)
-
-
-def check_labels(targets: torch.Tensor, num_outputs: int, what: str) -> None:
-    """Raise DataError if a label is no class of the model."""
-    if targets.is_floating_point():
-        return
-    flat = targets.reshape(-1)
-    for worst in (flat.argmax(), flat.argmin()):
-        label = int(flat[worst])
-        if not 0 <= label < num_outputs:
-            raise DataError(
-                f"{what}: the label of example {int(worst)} is {label}, out of range: "
-                f"the model has {num_outputs} outputs"
-            )
+        if num_classes is not None and isinstance(examples, Examples):
+            check_labels(examples.targets, num_classes, what)
+    return num_classes
