@@ -88,11 +88,15 @@ def choose_kernels(program: Program, measure: CostTable, rank: Callable[[Cost], 
             preparations |= prepared
     timed = _as_timed(preparations, find_residuals(program))
     cost_of = measure([timed.get(node, node) for nodes in choices.values() for node in nodes])
+
+    def rank_of(node: Node) -> Any:
+        return rank(cost_of(timed.get(node, node)))
+
     nodes = list(program.nodes)
     renamed: dict[Value, Value] = {}
     for position, candidates in choices.items():
         before = nodes[position]
-        nodes[position] = min(candidates, key=lambda node: rank(cost_of(timed.get(node, node))))
+        nodes[position] = min(candidates, key=rank_of)
         for old, new in zip(before.outputs, nodes[position].outputs, strict=False):
             if old is not None and new is not None and old is not new:
                 renamed[old] = new
