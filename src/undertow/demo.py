@@ -120,8 +120,9 @@ def train(path: Path, config: TrainConfig, display: Display) -> TrainResult:
     folder = RunFolder(path)
     run = Run(config, make_demo_workload(), folder, display)
     run.prepare()
-    folder.create(config)
-    return run.train()
+    with folder.hold():
+        folder.create(config)
+        return run.train()
 
 
 def report_peak(result: TrainResult) -> bool:

@@ -282,6 +282,23 @@ def test_words_that_cannot_be_meant(capsys):
     refuse(capsys, 2, "ValueError: none (without.py:4)", "train", "without.py:make", "--data", "data.npz")
     train(capsys, "--out", "a")
     refuse(capsys, 2, "--out b is another", "train", "--resume", "a", "--out", "b", "--epochs", "4")
+    Path("word.yaml").write_text("model: lenet5\nlr: fast\n")
+    refuse(capsys, 2, "lr must be a number, got 'fast'", "train", "--config", "word.yaml")
+    Path("large.yaml").write_text("model: lenet5\nlr: " + "9" * 400 + "\n")
+    refuse(capsys, 2, "lr must be a number, got 9999", "train", "--config", "large.yaml")
+    # Each line holds the one before ten times: written out it would fill the memory.
+    Path("laughs.yaml").write_text(
+        "a0: &a0 [1]\n"
+        + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(12))
+        + "lr: *a12\n"
+    )
+    refuse(capsys, 2, "there is no option 'a0'", "train", "--config", "laughs.yaml")
+    Path("laughs.yaml").write_text(
+        "lr: [&a [1, 1], "
+        + ", ".join(f"&{chr(98 + n)} [{', '.join([f'*{chr(97 + n)}'] * 10)}]" for n in range(12))
+        + "]\n"
+    )
+    refuse(capsys, 2, "lr must be a number, got [", "train", "--config", "laughs.yaml")
     Path("deep.yaml").write_text("[" * 5000)
     refuse(capsys, 2, "deep.yaml cannot be read", "train", "--config", "deep.yaml")
 

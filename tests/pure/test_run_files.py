@@ -44,7 +44,8 @@ def test_the_hash_sees_everything():
 
 def checkpoint_file(folder):
     path = folder / "checkpoint.safetensors"
-    save_checkpoint(path, Checkpoint({"model/w": torch.ones(300)}, Place(step=7), {"config": {}}, {"mm": (5, 6)}))
+    about = {"config": {}, "environment": {"num_threads": 1}}
+    save_checkpoint(path, Checkpoint({"model/w": torch.ones(300)}, Place(step=7), about, {"mm": (5, 6)}))
     return path
 
 

@@ -73,7 +73,9 @@ def test_files_that_are_no_config(tmp_path, name, text, message):
 def test_a_resumed_run_may_only_change_its_length():
     folder = Path("runs/a")
     assert check_resumed(EXPECTED, {"epochs": 20}, folder).epochs == 20
-    assert check_resumed(EXPECTED, {"lr": 0.1, "out": "elsewhere"}, folder).out == "runs/a"
+    assert check_resumed(EXPECTED, {"lr": 0.1, "out": "runs/a"}, folder).out == "runs/a"
+    with pytest.raises(CallError, match="goes on in its own folder"):
+        check_resumed(EXPECTED, {"out": "elsewhere"}, folder)
     with pytest.raises(CallError, match="started with lr 0.1, and is now asked for 0.2"):
         check_resumed(EXPECTED, {"lr": 0.2}, folder)
     with pytest.raises(CallError, match="depends on the run's length"):

@@ -5,9 +5,11 @@ Imports nothing heavy: the command line builds its options from it before PyTorc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
+import reprlib
 import tomllib
 import types
 import typing
@@ -141,14 +143,12 @@ def _convert(item: Any, value: Any, where: str) -> Any:
     if value is None and types.NoneType in parts:
         return None
     if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
-        try:
+        with contextlib.suppress(ValueError, OverflowError):
             value = float(value)  # YAML takes 1e-3 for a text
-        except ValueError:
-            value = None
     if item.name == "budget" and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise CallError(f"{where}: {item.name} must be {_say(kind)}, got {value!r}")
+        raise CallError(f"{where}: {item.name} must be {_say(kind)}, got {reprlib.repr(value)}")
     choices, least = item.metadata["choices"], item.metadata["least"]
     if choices and value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
