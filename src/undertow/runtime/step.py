@@ -62,6 +62,11 @@ class Step:
             for item in self.program.inputs
         ]
 
+    def release_prepared(self) -> None:
+        """Let go of prepared weights until the next run."""
+        if self.preparation is not None:
+            self.preparation.release()
+
     def run_forward(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Outputs and slots. Updates reach the user's tensors only when the whole pass has succeeded."""
         slots: list[Any] = [None] * len(self.code.slots)
