@@ -81,11 +81,15 @@ def choose_kernels(program: Program, measure: CostTable) -> Program:
             preparations |= prepared
     timed = _as_timed(preparations, find_residuals(program))
     cost_of = measure([timed.get(node, node) for nodes in choices.values() for node in nodes])
+
+    def duration_ns(node: Node) -> int:
+        return cost_of(timed.get(node, node)).duration_ns
+
     nodes = list(program.nodes)
     renamed: dict[Value, Value] = {}
     for position, candidates in choices.items():
         before = nodes[position]
-        nodes[position] = min(candidates, key=lambda node: cost_of(timed.get(node, node)).duration_ns)
+        nodes[position] = min(candidates, key=duration_ns)
         for old, new in zip(before.outputs, nodes[position].outputs, strict=False):
             if old is not None and new is not None and old is not new:
                 renamed[old] = new
