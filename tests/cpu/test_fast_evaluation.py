@@ -324,3 +324,16 @@ def test_a_change_of_shape_and_layout():
             x = torch.randn(shape)
             for item in (x, x.contiguous(memory_format=torch.channels_last), x.transpose(2, 3)):
                 torch.testing.assert_close(planned(item), network(item))
+
+
+def test_prepared_weights_are_let_go():
+    network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    planned = ut.plan(network, (torch.randn(1, 3, 8, 8),), numerics="fast")
+    runner, steps = planned.undertow_runner, []
+    with torch.no_grad():
+        for batch in range(1, 8):
+            planned(torch.randn(batch, 3, 8, 8))
+            steps.append(runner._last.step())
+    assert [bool(step.preparation._values) for step in steps] == [False] * 3 + [True] * 4
+    planned(torch.randn(1, 3, 8, 8)).sum().backward()
+    assert not any(step.preparation._values for step in steps)

@@ -60,14 +60,14 @@ def prepared_convolution_choices(node: Node) -> dict[Node, Node]:
     found = {}
     for name, size in sizes.items():
         kind = replace(weight.tensor_type, shape=(size,), strides=(1,))
-        prepared = Value(f"{y.name}_weight_by_{name}", kind)
+        prepared = Value(f"{y.name}_prepared", kind)
         preparation = replace(
             node, target=prepare_by(name), args=(weight, x_shape, *geometry), kwargs={}, outputs=(prepared,)
         )
         args = (x, prepared, bias, weight_shape, *geometry, None, False)
         found[replace(node, target=_PREPARED[name], args=args, kwargs={})] = preparation
     if has_onednn():
-        prepared = Value(f"{y.name}_weight_by_onednn", weight.tensor_type)
+        prepared = Value(f"{y.name}_prepared", weight.tensor_type)
         preparation = replace(
             node, target=REORDER_CONVOLUTION, args=(weight, x_shape, *geometry), kwargs={}, outputs=(prepared,)
         )

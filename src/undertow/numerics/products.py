@@ -31,7 +31,7 @@ def prepared_product_choices(node: Node) -> dict[Node, Node]:
     if not (biased_product_choices(node) if has_bias else product_choices(node)):
         return {}
     bias, left, right = node.args if has_bias else (None, *node.args)
-    prepared = Value(f"{node.kept_outputs[0].name}_weight_by_onednn", right.type)
+    prepared = Value(f"{node.kept_outputs[0].name}_prepared", right.type)
     args = (right, left.tensor_type.shape[0])
     preparation = replace(node, target=REORDER_PRODUCT, args=args, kwargs={}, outputs=(prepared,))
     return {replace(node, target=PRODUCT_PREPARED, args=(left, prepared, bias, "none"), kwargs={}): preparation}

@@ -29,6 +29,7 @@ from undertow.runtime.step import Pattern, Run, Step, attach_backward
 
 MAX_OUTCOMES = 64  # ways through a model's branches on tensor values
 MAX_CAPTURES = 32  # shapes, dtypes, modes
+MAX_PREPARED = 4  # evaluations of which the prepared weights are held at the same time
 MAX_NEW_STATES = 8  # captures in a row that each leave the model in a Python state of its own
 
 
@@ -120,6 +121,7 @@ class Runner:
         self._expect = expect  # the gradients that a capture will be asked for first
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
         self._last: Variant | None = None
+        self._prepared: list[Step] = []  # those that hold prepared weights, the last used behind
         self._num_new_states = 0
         self._state = ModelState(model)
 
@@ -258,8 +260,9 @@ class Runner:
 
     def _run(self, variant: Variant, tensors: list[torch.Tensor]) -> Any:
         step = variant.step()
-        inputs = self._inputs(variant, step, tensors)
         needs_gradient = any(variant.pattern)
+        self._release_others(step, needs_gradient)
+        inputs = self._inputs(variant, step, tensors)
         states = [generator.get_state() for generator in step.generators if needs_gradient or step.has_guards]
         kept = {place: inputs[place].clone() for place in step.replayed_updates} if needs_gradient else {}
         try:
@@ -291,6 +294,15 @@ class Runner:
         for assignment in variant.captured.assignments:
             assignment.owner[assignment.name] = fill_slots(assignment.skeleton, outputs)
         return fill_slots(variant.captured.skeleton, outputs)
+
+    def _release_others(self, step: Step, needs_gradient: bool) -> None:
+        """Let go of other steps' prepared weights: all where gradients or a budget need the memory, else the oldest."""
+        others = [item for item in self._prepared if item is not step]
+        most = 0 if needs_gradient or step.plan.budget_bytes is not None else MAX_PREPARED - 1
+        num_released = max(0, len(others) - most)
+        for item in others[:num_released]:
+            item.release_prepared()
+        self._prepared = others[num_released:] + ([] if step.preparation is None else [step])
 
 
 def _refuse_tangents(tensors: list[torch.Tensor]) -> None:

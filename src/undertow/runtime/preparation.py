@@ -34,13 +34,17 @@ class Preparation:
         """The prepared weights, made now unless they were made of the same tensors in the same state."""
         if self._state is not None and self._state.is_of(tensors):
             return self._values
-        self._state, self._values = None, {}  # the old and the new at once might not fit
+        self.release()  # the old and the new at once might not fit
         with below_autograd(), torch.no_grad():
             values = dict(zip(self._names, self._code.forward(tensors, []), strict=True))
         # Inference tensors have no version counter.
         if not any(tensor.is_inference() for tensor in tensors):
             self._state, self._values = _State(tensors), values
         return values
+
+    def release(self) -> None:
+        """Let go of the prepared weights; the next call makes them anew."""
+        self._state, self._values = None, {}
 
 
 class _State:

@@ -54,6 +54,11 @@ class Step:
         kept = {roots.get(value) for value in self.code.slots}
         self.exposed_outputs = [place for place, value in enumerate(program.outputs) if roots[value] in kept]
 
+    def release_prepared(self) -> None:
+        """Let go of prepared weights until the next run."""
+        if self.preparation is not None:
+            self.preparation.release()
+
     def run_forward(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Outputs and slots. Updates reach the user's tensors only when the whole pass has succeeded."""
         slots: list[Any] = [None] * len(self.code.slots)
