@@ -18,6 +18,7 @@ from undertow.data.images import decode_image
 from undertow.errors import DataError
 from undertow.train.checkpoint import save_checkpoint
 from undertow.train.folder import RunFolder
+from undertow.train.prediction import Prediction
 from undertow.train.run import Run
 
 MODELS = """
@@ -246,6 +247,13 @@ def test_numbers_are_not_shown_as_probabilities(capsys):
     words = ["train", "models.py:one", "--loss", "mse_loss", "--data", "changed.npz", "--max-steps", "2", "--out", "a"]
     assert run(capsys, *words)[0] == 0
     refuse(capsys, 2, "its outputs are no probabilities of classes", "predict", "a", "data.npz")
+
+
+def test_classes_that_cannot_be_seen():
+    assert (
+        str(Prediction("a.txt", (("\n", 0.5), (" ", 0.25), ("a b", 0.25))))
+        == "a.txt: '\\n' 50.00%, ' ' 25.00%, a b 25.00%"
+    )
 
 
 def write_npz(header):

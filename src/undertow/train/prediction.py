@@ -29,7 +29,10 @@ class Prediction:
         return {"input": self.input, "classes": found}
 
     def __str__(self) -> str:
-        return f"{self.input}: " + ", ".join(f"{name} {probability:.2%}" for name, probability in self.classes)
+        # The next character of a text may be a space or a line break.
+        names = [repr(name) if name.isspace() or not name.isprintable() else name for name, _ in self.classes]
+        shares = [f"{name} {share:.2%}" for name, (_, share) in zip(names, self.classes, strict=True)]
+        return f"{self.input}: " + ", ".join(shares)
 
 
 def predict(
