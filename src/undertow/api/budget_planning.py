@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from undertow.api.budgets import parse_budget
+from undertow.api.calls import check_time_limit
 from undertow.errors import CallError, InfeasibleBudget
 from undertow.ir import InputKind, Node, Plan, Program, format_bytes
 from undertow.ir.check_plan import check_plan
@@ -70,6 +72,28 @@ class Terms:
     table: dict[str, Cost] = field(default_factory=dict, repr=False, compare=False)
     allows_other_bits: bool = False
     preference: Preference = Preference.TIME
+
+
+def parse_terms(
+    *,
+    budget: int | str | None,
+    optimizer: torch.optim.Optimizer | None,
+    costs: str | Mapping[str, tuple[int, int]],
+    time_limit_s: float,
+    numerics: str,
+    allow_other_bits: bool,
+) -> Terms:
+    """The terms that a user named; `costs` may be those that another step was planned from."""
+    check_time_limit(time_limit_s)
+    return Terms(
+        None if budget is None else parse_budget(budget),
+        optimizer,
+        parse_costs(costs) if isinstance(costs, str) else CostSource.MEASURED,
+        time_limit_s,
+        parse_numerics(numerics),
+        {} if isinstance(costs, str) else {key: Cost(*cost) for key, cost in costs.items()},
+        allow_other_bits,
+    )
 
 
 def parse_numerics(numerics: str) -> Numerics:

@@ -21,12 +21,10 @@ from undertow.api.budget_planning import (
     held_bytes,
     measured_costs,
     notes_of,
-    parse_costs,
-    parse_numerics,
+    parse_terms,
     plan_for_budget,
 )
-from undertow.api.budgets import parse_budget
-from undertow.api.calls import check_call, check_optimizer, check_time_limit
+from undertow.api.calls import check_call, check_optimizer
 from undertow.api.precision import with_precision
 from undertow.autodiff.backward import differentiate
 from undertow.capture.capture import capture
@@ -72,15 +70,13 @@ def plan(
     """
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
-    check_time_limit(time_limit_s)
-    budget_bytes = None if budget is None else parse_budget(budget)
-    terms = Terms(
-        budget_bytes,
-        optimizer,
-        parse_costs(costs),
-        time_limit_s,
-        parse_numerics(numerics),
-        allows_other_bits=allow_other_bits,
+    terms = parse_terms(
+        budget=budget,
+        optimizer=optimizer,
+        costs=costs,
+        time_limit_s=time_limit_s,
+        numerics=numerics,
+        allow_other_bits=allow_other_bits,
     )
     if hasattr(model, "undertow_runner"):
         raise CallError("model is already planned; plan the module it was made from")

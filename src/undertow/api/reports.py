@@ -12,12 +12,10 @@ from undertow.api.budget_planning import (
     CostSource,
     Terms,
     held_bytes,
-    parse_costs,
-    parse_numerics,
+    parse_terms,
     plan_for_budget,
 )
-from undertow.api.budgets import parse_budget
-from undertow.api.calls import check_call, check_optimizer, check_time_limit
+from undertow.api.calls import check_call, check_optimizer
 from undertow.api.measuring import measure
 from undertow.api.planning import RunnerMaker, derive
 from undertow.api.precision import with_precision
@@ -84,15 +82,13 @@ def report_plan(
     """Plan a step, and with measured costs run it once; raises InfeasibleBudget."""
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
-    check_time_limit(time_limit_s)
-    budget_bytes = None if budget is None else parse_budget(budget)
-    terms = Terms(
-        budget_bytes,
-        optimizer,
-        parse_costs(costs),
-        time_limit_s,
-        parse_numerics(numerics),
-        allows_other_bits=allow_other_bits,
+    terms = parse_terms(
+        budget=budget,
+        optimizer=optimizer,
+        costs=costs,
+        time_limit_s=time_limit_s,
+        numerics=numerics,
+        allow_other_bits=allow_other_bits,
     )
     forward = with_precision(terms.numerics, model, model.forward)
     with torch.enable_grad():

@@ -18,17 +18,14 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from undertow.api.budget_planning import (
-    CostSource,
     Terms,
     held_bytes,
     make_budget_planner,
     notes_of,
-    parse_costs,
-    parse_numerics,
+    parse_terms,
     plan_for_budget,
 )
-from undertow.api.budgets import parse_budget
-from undertow.api.calls import check_call, check_clip_norm, check_time_limit, check_training
+from undertow.api.calls import check_call, check_clip_norm, check_training
 from undertow.api.planning import derive
 from undertow.api.precision import with_precision
 from undertow.autodiff.training import add_updates
@@ -36,7 +33,6 @@ from undertow.capture.capture import capture
 from undertow.capture.origins import place_of
 from undertow.errors import CallError
 from undertow.ir import Gradient, Node, Plan, Program
-from undertow.ir.cost import Cost
 from undertow.ir.structure import Slot
 from undertow.ops.tables import make_plan
 from undertow.ops.updates import UPDATES, DeliverGradient, StepAfterwards, UpdateParameter, is_separable
@@ -74,15 +70,18 @@ def train_step(
     check_call(model, args, kwargs)
     check_training(model, optimizer, loss, targets)
     check_clip_norm(clip_norm)
-    check_time_limit(time_limit_s)
     if not isinstance(accumulate, int) or accumulate < 1:
         raise CallError(f"accumulate must be a whole number of at least 1, got {accumulate!r}")
     if optimizer is None and (clip_norm is not None or accumulate > 1):
         raise CallError("clip_norm and accumulate say how the optimizer steps; give optimizer= as well")
-    budget_bytes = None if budget is None else parse_budget(budget)
-    table = {} if isinstance(costs, str) else {key: Cost(*cost) for key, cost in costs.items()}
-    source = parse_costs(costs) if isinstance(costs, str) else CostSource.MEASURED
-    terms = Terms(budget_bytes, optimizer, source, time_limit_s, parse_numerics(numerics), table, allow_other_bits)
+    terms = parse_terms(
+        budget=budget,
+        optimizer=optimizer,
+        costs=costs,
+        time_limit_s=time_limit_s,
+        numerics=numerics,
+        allow_other_bits=allow_other_bits,
+    )
     step = make_step(model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict)
     step.prepare((*args, *targets), kwargs or {})
     return step
