@@ -16,6 +16,7 @@ import torch
 
 from undertow.ir import Node, Origin, Program, Value, map_values
 from undertow.ir.cost import Cost
+from undertow.numerics.chains import fold_chains
 from undertow.numerics.convolutions import (
     PLAIN_FORM,
     convolution_backward_choices,
@@ -76,7 +77,7 @@ def choose_kernels(program: Program, measure: CostTable, rank: Callable[[Cost], 
         if (found := _CHOICES.get(node.target, lambda node: [])(node))
     }
     if not choices:
-        return program
+        return fold_chains(program, measure)
     preparations: dict[Node, Node] = {}
     fixed = find_fixed(program)
     for position, found in choices.items():
@@ -100,7 +101,8 @@ def choose_kernels(program: Program, measure: CostTable, rank: Callable[[Cost], 
         for old, new in zip(before.outputs, nodes[position].outputs, strict=False):
             if old is not None and new is not None and old is not new:
                 renamed[old] = new
-    return fold_activations(_with_preparations(_rename(replace(program, nodes=tuple(nodes)), renamed), preparations))
+    program = _with_preparations(_rename(replace(program, nodes=tuple(nodes)), renamed), preparations)
+    return fold_chains(fold_activations(program), measure)
 
 
 def _as_timed(prepared: Iterable[Node], residuals: dict[Value, Value]) -> dict[Node, Node]:

@@ -1,0 +1,95 @@
+"""Elementwise chains of a Program as one generated loop: what is folded, and that it computes the same."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import undertow as ut
+from undertow.ir.cost import Cost
+from undertow.numerics import chains
+
+pytest.importorskip("numba")
+
+
+class Chained(nn.Module):
+    """Residual sums, scaled masks and activations, as a transformer without its products has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.silu(self.first(x)) * 0.5 + x
+        return torch.tanh(-hidden) * nn.functional.hardtanh(self.second(hidden), -0.5, 2.0) + hidden / 3
+
+
+@pytest.fixture
+def always_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fold whatever can be: what is faster depends on the machine."""
+    plain = chains.fold_chains
+
+    def fold(program, measure):
+        return plain(program, lambda nodes: lambda node: Cost(1 if node.name.startswith("chain") else 1000, 0))
+
+    monkeypatch.setattr("undertow.numerics.choose.fold_chains", fold)
+
+
+def folded(planned) -> list[str]:
+    return [node.name for node in planned.plan.nodes if node.name.startswith("chain")]
+
+
+def test_chains_compute_what_their_operations_do(always_fold: None) -> None:
+    torch.manual_seed(0)
+    model, x = Chained(), torch.randn(256, 128)
+    exact = copy.deepcopy(model).double()
+    step = ut.train_step(model, (x,), loss=lambda y: y.square().mean(), numerics="fast")
+    assert len(folded(step)) >= 2
+    expected = exact(x.double()).square().mean()
+    expected.backward()
+    torch.testing.assert_close(step(x).double(), expected, rtol=1e-5, atol=0)
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        error = (ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()
+        assert error < 128 * torch.finfo(torch.float32).eps
+
+
+def test_a_result_that_two_read_is_made(always_fold: None) -> None:
+    class Shared(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            twice = x * 2.0
+            return torch.exp(twice), twice + x
+
+    x = torch.rand(256, 128)
+    with torch.no_grad():
+        planned = ut.plan(Shared(), (x,), numerics="fast")
+        first, second = planned(x)
+    assert torch.equal(second, x * 2 + x)
+    torch.testing.assert_close(first, torch.exp(2 * x), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (127, 129), (1, 70_001)], ids=str)
+def test_sizes_that_fit_nothing(always_fold: None, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    monkeypatch.setattr(chains, "LEAST_ELEMENTS", 1)
+    x = torch.randn(shape)
+    with torch.no_grad():
+        planned = ut.plan(nn.Sequential(nn.SiLU(), nn.Tanh(), nn.Sigmoid()), (x,), numerics="fast")
+        assert len(folded(planned)) == 1
+        torch.testing.assert_close(planned(x), torch.sigmoid(torch.tanh(nn.functional.silu(x))), rtol=1e-6, atol=1e-6)
+
+
+def test_nan_and_infinity_pass(always_fold: None) -> None:
+    x = torch.randn(256, 128)
+    x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    model = nn.Sequential(nn.Hardtanh(-1.0, 1.0), nn.Tanh())
+    with torch.no_grad():
+        found = ut.plan(model, (x,), numerics="fast")(x)
+        torch.testing.assert_close(found, model(x), equal_nan=True, rtol=1e-6, atol=1e-6)
+
+
+def test_exact_folds_nothing() -> None:
+    x = torch.randn(256, 128)
+    step = ut.train_step(Chained(), (x,), loss=torch.sum)
+    assert not folded(step)
