@@ -9,6 +9,7 @@ Usage: scripts/bench speed [--evaluation] [--workloads vgg16 ...] [--rounds N] [
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import resource
@@ -35,12 +36,13 @@ CONTESTANTS: dict[str, tuple[str, dict[str, str]]] = {
     "compile, malloc, channels_last": ("compile channels_last", MALLOC),
     "compile frozen, malloc": ("compile frozen", MALLOC),
     "compile frozen, malloc, channels_last": ("compile frozen channels_last", MALLOC),
+    "jax": ("jax", {}),
     "exact": ("undertow exact", {}),
     "fast": ("undertow fast", {}),
 }
 IN_EVALUATION = (
     "eager", "eager, malloc", "eager, malloc, channels_last", "compile, malloc", "compile, malloc, channels_last",
-    "compile frozen, malloc", "compile frozen, malloc, channels_last", "fast",
+    "compile frozen, malloc", "compile frozen, malloc, channels_last", "jax", "fast",
 )  # fmt: skip
 IN_STEPS = tuple(name for name in CONTESTANTS if "frozen" not in name)
 OWN = ("exact", "fast")
@@ -71,6 +73,10 @@ def prepare(workload: str, way: str, mode: str) -> Callable[[], Any]:
     if "channels_last" in way:
         model = model.to(memory_format=torch.channels_last)
         args = tuple(item.contiguous(memory_format=torch.channels_last) if item.dim() == 4 else item for item in args)
+    if way == "jax":
+        from jax_peer import jax_call
+
+        return jax_call(model.train(mode == "step"), args, targets, entry.loss, workload == "mlp", mode == "step")
     is_own = way.startswith("undertow")
     numerics = way.removeprefix("undertow ")
     if mode != "step":
@@ -190,12 +196,11 @@ def compare(workload: str, mode: str, names: list[str], num_rounds: int) -> dict
     """Medians of every contestant, and the ratios of peers to ours; the best peer is the one of the least ratio."""
     own = [name for name in names if name in OWN]
     peers = [name for name in names if name not in OWN]
-    at_once = len(peers) if mode == "step" else PEERS_AT_ONCE
     seconds: dict[str, list[float]] = {}
     faults: dict[str, int] = {}
     ratios: dict[tuple[str, str], list[float]] = {}
-    for first in range(0, len(peers), at_once):
-        group = [*peers[first : first + at_once], *own]
+    for first in range(0, len(peers), PEERS_AT_ONCE):
+        group = [*peers[first : first + PEERS_AT_ONCE], *own]
         found, found_faults = take_turns(start(workload, mode, group), num_rounds)
         faults |= found_faults
         for name, times in found.items():
@@ -243,6 +248,9 @@ def main() -> None:
         evaluations = [f"evaluation {batch}" for batch in EVALUATION_BATCHES[workload]]
         for mode in options.modes or (evaluations if options.evaluation else ["step"]):
             names = options.contestants or list(IN_STEPS if mode == "step" else IN_EVALUATION)
+            if importlib.util.find_spec("jax") is None and "jax" in names:
+                print("JAX is not installed and left out", flush=True)
+                names.remove("jax")
             found = compare(workload, mode, names, options.rounds)
             results[f"{workload}, {mode}"] = found | {"machine": describe_machine()}
             print(f"{workload}, {mode}", json.dumps(found), flush=True)
