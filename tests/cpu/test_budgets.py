@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import undertow as ut
-from undertow.api.budget_planning import CostSource, Terms, choose_plan, make_budget_planner
+from undertow.api.budget_planning import CostSource, Terms, find_plan, make_budget_planner, plan_for_budget
 from undertow.api.training import make_step
+from undertow.ir.check_plan import check_plan
 from undertow.ir.cost import Cost
 from undertow.ir.structure import tensors_in
 from undertow.models import SMALL
@@ -51,8 +53,9 @@ class Planned:
         self.model, self.args, self.kwargs, self.targets = model, (*args, *targets), kwargs, targets
         self.step = make_step(model, len(args), loss, None, Terms(costs=CostSource.MEASURED))
         self.captured = self.step._capture(self.step._runner.forward, self.args, kwargs, model)
-        program, held = self.step._derive(self.captured.program)
-        self.planner = make_budget_planner(program, held, Terms(costs=CostSource.MEASURED))
+        self.terms = Terms(costs=CostSource.MEASURED)
+        self.derived = self.step._derive(self.captured.program, self.terms)
+        self.planner = make_budget_planner(*self.derived, self.terms)
 
     def run(self, plan):
         """Loss, gradients, buffers and generator state after one step by `plan`, and the measured peak."""
@@ -116,7 +119,7 @@ def test_every_budget(name):
     slowest = math.inf
     for number in range(NUM_BUDGETS):
         budget = least + (most - least) * number // (NUM_BUDGETS - 1)
-        plan = choose_plan(planned.planner, budget)
+        plan = check_plan(find_plan(planned.planner, budget))
         observed, measured_bytes = planned.run(plan)
         assert [item for item in expected if not same_bits(expected[item], observed[item])] == [], budget
         assert measured_bytes <= budget
@@ -126,7 +129,7 @@ def test_every_budget(name):
         assert plan.lower_bound_us <= plan.step_us
         slowest = plan.step_us
     with pytest.raises(ut.InfeasibleBudget) as refusal:
-        choose_plan(planned.planner, least - ALIGNMENT)
+        plan_for_budget(lambda terms: planned.derived, replace(planned.terms, budget_bytes=least - ALIGNMENT))
     assert refusal.value.minimum_bytes == least >= refusal.value.lower_bound_bytes
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import undertow as ut
-from undertow.api.budget_planning import CostSource, Terms, choose_plan, make_budget_planner
+from undertow.api.budget_planning import CostSource, Terms, find_plan, make_budget_planner
 from undertow.api.training import make_step
 from undertow.errors import PlanError
 from undertow.ir.check_plan import check_plan
@@ -27,8 +27,8 @@ def plan():
     terms = Terms(optimizer=optimizer, costs=CostSource.MODEL)
     step = make_step(model, 1, nn.functional.cross_entropy, optimizer, terms)
     captured = step._capture(step._runner.forward, (x, y), {}, model)
-    planner = make_budget_planner(*step._derive(captured.program), terms)
-    plan = choose_plan(planner, planner.smallest.peak_bytes)
+    planner = make_budget_planner(*step._derive(captured.program, terms), terms)
+    plan = check_plan(find_plan(planner, planner.smallest.peak_bytes))
     assert plan.recomputed and any(isinstance(node.target, Replayed) for node in plan.nodes)
     assert any(isinstance(node.target, UpdateParameter) for node in plan.nodes)
     return plan

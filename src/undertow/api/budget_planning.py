@@ -225,10 +225,10 @@ def plan_for_budget(derive_step: DeriveStep, terms: Terms) -> tuple[Plan, Planne
     """
     program, held = derive_step(terms)
     planner = make_budget_planner(program, held, terms)
-    plan, notes = _find_plan(planner, terms.budget_bytes), notes_of(program)
+    plan, notes = find_plan(planner, terms.budget_bytes), notes_of(program)
     if plan is None:
         smaller = _smaller_kernels(program, derive_step, terms)
-        plan = _find_plan(smaller, terms.budget_bytes) if smaller is not None and terms.allows_other_bits else None
+        plan = find_plan(smaller, terms.budget_bytes) if smaller is not None and terms.allows_other_bits else None
         if smaller is None or plan is None:
             raise _refusal(planner, smaller, terms)
         planner = smaller
@@ -236,7 +236,8 @@ def plan_for_budget(derive_step: DeriveStep, terms: Terms) -> tuple[Plan, Planne
     return replace(check_plan(plan), explainer=explain, notes=notes), planner
 
 
-def _find_plan(planner: Planner, budget_bytes: int | None) -> Plan | None:
+def find_plan(planner: Planner, budget_bytes: int | None) -> Plan | None:
+    """The plan within a budget, not checked yet; None where the least found is more."""
     if budget_bytes is not None and budget_bytes < planner.smallest.peak_bytes:
         return None
     return planner.plan_within(budget_bytes)
