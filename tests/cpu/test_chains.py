@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,3 +98,20 @@ def test_exact_folds_nothing() -> None:
     x = torch.randn(256, 128)
     step = ut.train_step(Chained(), (x,), loss=torch.sum)
     assert not folded(step)
+
+
+def test_the_next_process_takes_what_this_one_compiled(tmp_path: Path) -> None:
+    code = """
+        import torch
+        from undertow.kernels.elementwise import compile_chain
+
+        x, out = torch.rand(9000), torch.empty(9000)
+        compile_chain(("full",), (("mul", (0, 2.0)), ("tanh", (1,))), (2,))((x,), (out,))
+        torch.testing.assert_close(out, torch.tanh(2 * x))
+    """
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    seen = []
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, check=True)
+        seen.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")})
+    assert seen[0] and seen[0] == seen[1]
