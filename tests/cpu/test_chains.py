@@ -15,6 +15,7 @@ from torch import nn
 
 import undertow as ut
 from undertow.ir.cost import Cost
+from undertow.kernels.elementwise import compile_chain
 from undertow.numerics import chains
 
 pytest.importorskip("numba")
@@ -115,3 +116,12 @@ def test_the_next_process_takes_what_this_one_compiled(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, check=True)
         seen.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")})
     assert seen[0] and seen[0] == seen[1]
+
+
+def test_a_number_is_no_operand() -> None:
+    """1 names the second input and 1.0 is a number, although the two are equal."""
+    x, y = torch.rand(2, 5000)
+    for last, expected in ((1, x * y + y), (1.0, x * y + 1)):
+        out = torch.empty(5000)
+        compile_chain(("full", "full"), (("mul", (0, 1)), ("add", (2, last))), (3,))((x, y), (out,))
+        torch.testing.assert_close(out, expected)

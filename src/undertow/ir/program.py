@@ -6,8 +6,8 @@ is pure data: what an operation computes is known to its `target`, what its deri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -147,6 +147,11 @@ class Program:
     def backward_nodes(self) -> tuple[Node, ...]:
         """The nodes of the backward pass; empty before autodiff."""
         return self.nodes[self.num_forward_nodes :]
+
+    def with_pieces(self, pieces: Sequence[Sequence[Node]]) -> Program:
+        """The Program with each node replaced by those of its piece, none or several; passes stay apart."""
+        num_forward = sum(len(piece) for piece in pieces[: self.num_forward_nodes])
+        return replace(self, nodes=tuple(node for piece in pieces for node in piece), num_forward_nodes=num_forward)
 
     def __str__(self) -> str:
         from undertow.ir.printer import print_program

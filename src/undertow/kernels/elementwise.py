@@ -165,6 +165,7 @@ def _write(source: str) -> Path | None:
     return path
 
 
+@functools.cache  # by the source: as keys, an operand 1 and a number 1.0 are equal
 def _load(source: str) -> ModuleType:
     path = _write(source)
     if path is None:
@@ -180,7 +181,6 @@ def _load(source: str) -> ModuleType:
     return module
 
 
-@functools.cache
 def compile_chain(kinds: tuple[str, ...], steps: tuple[Step, ...], outputs: tuple[int, ...]) -> Chain:
     """A callable (inputs, outputs) that runs the steps in one pass; all full-size tensors have one dense layout."""
     _check(kinds, steps, outputs)

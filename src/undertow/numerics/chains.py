@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -73,19 +72,17 @@ def fold_chains(program: Program, measure: Callable[[Sequence[Node]], Callable[[
     """The Program with its chains folded where that is faster."""
     if not HAS_NUMBA:
         return program
-    chains = _find_chains(program)
+    chains = [(item, item.as_node()) for item in _find_chains(program)]
     if not chains:
         return program
-    cost_of = measure([node for item in chains for node in (item.as_node(), *item.nodes)])
-    nodes: list[Node | None] = list(program.nodes)
-    for item in chains:
-        joined = item.as_node()
+    cost_of = measure([node for item, joined in chains for node in (joined, *item.nodes)])
+    pieces: list[tuple[Node, ...]] = [(node,) for node in program.nodes]
+    for item, joined in chains:
         if cost_of(joined).duration_ns < sum(cost_of(node).duration_ns for node in item.nodes):
             for place in item.places:
-                nodes[place] = None
-            nodes[item.places[-1]] = joined
-    num_forward = sum(node is not None for node in nodes[: program.num_forward_nodes])
-    return replace(program, nodes=tuple(node for node in nodes if node is not None), num_forward_nodes=num_forward)
+                pieces[place] = ()
+            pieces[item.places[-1]] = (joined,)
+    return program.with_pieces(pieces)
 
 
 @dataclass(eq=False)
@@ -98,7 +95,7 @@ class _Chain:
     def as_node(self) -> Node:
         """The chain as one node."""
         inputs, steps = self._steps()
-        return replace(self.nodes[-1], target=_chain(steps, len(inputs)), args=tuple(inputs), kwargs={})
+        return replace(self.nodes[-1], target=chain(steps, len(inputs)), args=tuple(inputs), kwargs={})
 
     def _steps(self) -> tuple[list[Value], tuple[tuple[str, tuple[int | float, ...]], ...]]:
         made = {value for node in self.nodes[:-1] for value in node.kept_outputs}
@@ -119,11 +116,6 @@ def _place(operand: Operand, places: dict[Value, int], first: int) -> int | floa
     return first + operand.place if isinstance(operand, _Step) else float(operand)
 
 
-@cache
-def _chain(steps: tuple[tuple[str, tuple[int | float, ...]], ...], num_inputs: int) -> Any:
-    return chain(steps, num_inputs)
-
-
 def _find_chains(program: Program) -> list[_Chain]:
     """Trees of at least two nodes, each as large as it can be; both passes apart."""
     readers = find_readers(program)
@@ -139,8 +131,7 @@ def _find_chains(program: Program) -> list[_Chain]:
         while waiting:
             value = waiting.pop()
             place = maker.get(value, -1)
-            is_alone = place >= 0 and readers[value] == [reader for reader in readers[value] if reader in places]
-            if not is_alone or len(readers[value]) != 1 or place in taken or value.type != kind:
+            if place < 0 or len(readers[value]) != 1 or place in taken or value.type != kind:
                 continue
             node = program.nodes[place]
             inside = inputs - {value} | set(node.inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,15 +11,19 @@ import torch
 from undertow.ops.own import OwnOperation
 
 
-def _run(steps: Any, num_inputs: int, *tensors: torch.Tensor) -> torch.Tensor:
-    from undertow.kernels.elementwise import compile_chain
-
-    out = torch.empty_like(tensors[0])
-    compile_chain(("full",) * num_inputs, steps, (num_inputs + len(steps) - 1,))(tensors, (out,))
-    return out
-
-
 def chain(steps: Any, num_inputs: int) -> OwnOperation:
     """(tensors of one dense layout) -> the result of the last step; a float among operands is a number."""
+
+    @cache
+    def compiled() -> Any:
+        from undertow.kernels.elementwise import compile_chain
+
+        return compile_chain(("full",) * num_inputs, steps, (num_inputs + len(steps) - 1,))
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(tensors[0])
+        compiled()(tensors, (out,))
+        return out
+
     key = hashlib.sha256(repr((steps, num_inputs)).encode()).hexdigest()[:8]
-    return OwnOperation(f"chain({'+'.join(name for name, _ in steps)})#{key}", partial(_run, steps, num_inputs))
+    return OwnOperation(f"chain({'+'.join(name for name, _ in steps)})#{key}", run)
