@@ -14,8 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
+from training_commands import PLAN, refuse, run, train
 
-from undertow.cli import main
 from undertow.cli.workloads import load_workload
 from undertow.data.opening import open_data
 from undertow.train.config import TrainConfig
@@ -55,7 +55,6 @@ def make():
     return DataLoader(Noisy(x, y), 16, shuffle=True, drop_last=True), DataLoader(TensorDataset(x, y), 16)
 def unsized(): return iter([]), iter([])
 """
-PLAN = ["train", "models.py:make", "--data", "data.npz", "--batch", "16", "--epochs", "3", "--seed", "7"]
 
 
 @pytest.fixture(autouse=True)
@@ -73,27 +72,6 @@ def folder(tmp_path, monkeypatch):
     for name in set(sys.modules) - known:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
-
-
-def run(capsys, *words):
-    code = main([str(word) for word in words])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def train(capsys, *words):
-    code, out, err = run(capsys, *PLAN, "--json", *words)
-    assert code == 0, err
-    return json.loads(out)
-
-
-def refuse(capsys, code, message, *words):
-    """Exactly one line, with this in it, and this exit code."""
-    found, out, err = run(capsys, *words)
-    lines = [line for line in err.splitlines() if line.startswith("undertow: ")]
-    assert (found, out, len(lines)) == (code, "", 1), err
-    assert message in lines[0]
-    assert "Traceback" not in err
 
 
 def train_eagerly(config):

@@ -12,8 +12,8 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from training_commands import PLAN, refuse, run, train
 
-from undertow.cli import main
 from undertow.data.images import decode_image
 from undertow.errors import DataError
 from undertow.train.checkpoint import save_checkpoint
@@ -84,7 +84,6 @@ def sampled():
     order = RandomSampler(data, generator=torch.Generator().manual_seed(5))
     return DataLoader(data, 16, sampler=order), DataLoader(data, 16)
 """
-PLAN = ["train", "models.py:make", "--data", "data.npz", "--batch", "16", "--epochs", "3", "--seed", "7"]
 
 
 @pytest.fixture(autouse=True)
@@ -98,26 +97,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     with torch.random.fork_rng(devices=[]):
         yield tmp_path
-
-
-def run(capsys, *words):
-    code = main([str(word) for word in words])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def train(capsys, *words):
-    code, out, err = run(capsys, *PLAN, "--json", *words)
-    assert code == 0, err
-    return json.loads(out)
-
-
-def refuse(capsys, code, message, *words):
-    found, out, err = run(capsys, *words)
-    lines = [line for line in err.splitlines() if line.startswith("undertow: ")]
-    assert (found, out, len(lines)) == (code, "", 1), err
-    assert message in lines[0]
-    assert "Traceback" not in err
 
 
 def save_data(**changes):

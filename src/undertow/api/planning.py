@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -99,6 +99,7 @@ class RunnerMaker:
     def plan_step(self, module: torch.nn.Module, program: Program, pattern: Pattern) -> Plan:
         """The plan for gradients from the outputs marked in `pattern`."""
 
+        @cache
         def derive_step(is_holding: bool, terms: Terms) -> tuple[Program, dict[str, int]]:
             derived = derive(program, pattern, terms, is_strict=self.is_strict)
             derived = hold_prepared(derived) if is_holding else derived

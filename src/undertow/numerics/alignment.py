@@ -8,7 +8,6 @@ the matrix. REORDERS: another kernel adds in another order.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,18 +34,17 @@ class _Aligner:
         self.nodes: list[Node] = []
 
     def run(self) -> Program:
-        num_forward = 0
+        pieces = []
         for position, node in enumerate(self.program.nodes):
             if position == self.program.num_forward_nodes:
-                num_forward = len(self.nodes)
                 self.padded.clear()  # nothing is kept for the backward pass twice
+            start = len(self.nodes)
             if node.target is aten.mm.default:
                 self._add_product(node)
             else:
                 self.nodes.append(node)
-        if self.program.num_forward_nodes == len(self.program.nodes):
-            num_forward = len(self.nodes)
-        return replace(self.program, nodes=tuple(self.nodes), num_forward_nodes=num_forward)
+            pieces.append(self.nodes[start:])
+        return self.program.with_pieces(pieces)
 
     def _add_product(self, node: Node) -> None:
         left, right = node.args

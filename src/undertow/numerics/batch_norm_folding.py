@@ -34,8 +34,7 @@ def fold_batch_norms(program: Program) -> Program:
         convolution = program.nodes[makers[before]] if before in makers else None
         if convolution is not None and readers[before] == [place] and _can_fold(convolution, node):
             nodes[makers[before]], nodes[place] = (), _fold(convolution, node, *statistics)
-    flat = tuple(node for group in nodes for node in group)
-    return replace(program, nodes=flat, num_forward_nodes=len(flat))
+    return program.with_pieces(nodes)
 
 
 def _statistics(node: Node) -> tuple[Any, ...] | None:

@@ -69,16 +69,14 @@ class _Expander:
         self.nodes: list[Node] = []
 
     def run(self) -> Program:
-        num_forward = 0
-        for position, node in enumerate(self.program.nodes):
-            if position == self.program.num_forward_nodes:
-                num_forward = len(self.nodes)
+        pieces = []
+        for node in self.program.nodes:
+            start = len(self.nodes)
             args = map_values(node.args, self._now)
             kwargs = {name: map_values(item, self._now) for name, item in node.kwargs.items()}
             self._add(replace(node, args=args, kwargs=kwargs))
-        if self.program.num_forward_nodes == len(self.program.nodes):
-            num_forward = len(self.nodes)
-        return replace_ends(replace(self.program, nodes=tuple(self.nodes), num_forward_nodes=num_forward), self._now)
+            pieces.append(self.nodes[start:])
+        return replace_ends(self.program.with_pieces(pieces), self._now)
 
     def _now(self, value: Value) -> Value:
         return self.renamed.get(value, value)

@@ -66,9 +66,7 @@ class _Folder:
                 self._fold_into_product(place, node, f"gelu {node.kwargs.get('approximate', 'none')}")
             elif is_own_backward(node) or node.target is BATCH_NORM_BACKWARD:
                 self._fold_mask(place, node)
-        num_forward = sum(node is not None for node in self.nodes[: self.program.num_forward_nodes])
-        nodes = tuple(node for node in self.nodes if node is not None)
-        return replace(self.program, nodes=nodes, num_forward_nodes=num_forward)
+        return self.program.with_pieces([() if node is None else (node,) for node in self.nodes])
 
     def _made_for(self, value: Any, place: int) -> Node | None:
         """The node that makes `value`, if the node at `place` is its only reader."""

@@ -45,9 +45,7 @@ def choose_pairs(program: Program, measure: Any, rank: Callable[[Cost], Any]) ->
         if rank(after) < rank(before):
             for place, node in exchange.items():
                 nodes[place] = node
-    num_forward = sum(node is not None for node in nodes[: program.num_forward_nodes])
-    kept = tuple(node for node in nodes if node is not None)
-    return replace(program, nodes=kept, num_forward_nodes=num_forward)
+    return program.with_pieces([() if node is None else (node,) for node in nodes])
 
 
 def _together(costs: Iterable[Cost]) -> Cost:
