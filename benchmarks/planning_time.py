@@ -17,7 +17,7 @@ import torch
 from machine import describe_machine
 from torch import nn
 
-from undertow.api.budget_planning import CostSource, Terms, choose_plan, make_budget_planner
+from undertow.api.budget_planning import CostSource, Terms, find_plan, make_budget_planner
 from undertow.api.training import make_step
 from undertow.models import SMALL, ZOO
 from undertow.planner import curve
@@ -70,7 +70,7 @@ def plan_once(make: Callable[[], tuple[nn.Module, Any, Any, Any]]) -> dict[str, 
         planner = make_budget_planner(program, held, Terms(costs=CostSource.MEASURED))
         points = planner.curve.points
         budget = (points[0].peak_bytes + points[-1].peak_bytes) // 2
-        plan = choose_plan(planner, budget)
+        plan = find_plan(planner, budget)
         seconds = time.perf_counter() - start
     return {
         "num_operations": len(program.nodes),
@@ -93,7 +93,7 @@ def zoo_gaps() -> dict[str, Any]:
         planner = make_budget_planner(*step._derive(captured.program), Terms(costs=CostSource.MEASURED))
         points = planner.curve.points
         budget = max(points[-1].peak_bytes // 2, planner.smallest.peak_bytes)
-        plan = choose_plan(planner, budget)
+        plan = find_plan(planner, budget)
         fastest = points[-1].time / 1e3
         extra = plan.step_us - fastest
         found[name] = {

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from undertow.kernels.bits import pack_mask, pack_signs, select_by_bits, unpack_mask
+from undertow.kernels.normalise import has_pytorch_bits, normalise_again
 from undertow.kernels.window_codes import decode_windows, encode_windows
+from undertow.ops.convolution_parts import INPUT_PART, WEIGHT_PART
 
 aten = torch.ops.aten
 
@@ -47,6 +49,58 @@ def test_window_codes(kernel, stride, padding, dilation):
     codes = encode_windows(indices, *geometry)
     assert codes.dtype is torch.uint8
     assert torch.equal(decode_windows(codes, *geometry), indices)
+
+
+@pytest.mark.skipif(not has_pytorch_bits(), reason="PyTorch's kernel rounds otherwise on this processor")
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 64, 8, 8), (4, 5), (3, 4, 6), (2, 33, 17, 9), (2, 2, 3, 4, 5)])
+@pytest.mark.parametrize("is_affine", [True, False])
+@pytest.mark.parametrize("is_last", [True, False])
+def test_normalising_again(shape, is_affine, is_last):
+    def draw():
+        tensor = 1e3 * torch.randn(shape) + 5
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1) if is_last and len(shape) > 3 else tensor
+
+    x, residual = draw(), draw()
+    residual[(0,) * len(shape)] = float("nan")
+    weight, bias = (torch.randn(shape[1]), torch.randn(shape[1])) if is_affine else (None, None)
+    y, mean, inverse_std = aten.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
+    factors = (x, weight, bias, mean, inverse_std)
+    pairs = [
+        (normalise_again(*factors), y),
+        (normalise_again(*factors, None, 0.0), y.relu()),
+        (normalise_again(*factors, None, 0.0, 6.0), aten.hardtanh(y, 0, 6)),
+        (normalise_again(*factors, residual), y + residual),
+        (normalise_again(*factors, residual, 0.0), (residual + y).relu()),
+    ]
+    for found, expected in pairs:
+        assert found.stride() == expected.stride()
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight_shape", "stride", "padding", "dilation", "groups"),
+    [
+        ((3, 4, 9, 11), (6, 4, 3, 3), 1, 1, 1, 1),
+        ((2, 8, 14, 14), (4, 8, 1, 1), 2, 0, 1, 1),
+        ((2, 6, 12, 12), (6, 1, 5, 5), 1, 2, 1, 6),
+        ((2, 16, 20), (8, 16, 3), 1, 2, 2, 1),
+    ],
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_parts_of_a_convolution(shape, weight_shape, stride, padding, dilation, groups, is_last):
+    x, weight, bias = torch.randn(shape), torch.randn(weight_shape), torch.randn(weight_shape[0])
+    if is_last and len(shape) == 4:
+        x = x.to(memory_format=torch.channels_last)
+    each = [[item] * (len(shape) - 2) for item in (stride, padding, dilation)]
+    geometry = (*each, False, [0] * (len(shape) - 2), groups)
+    ct = torch.randn_like(aten.convolution(x, weight, bias, *geometry))
+    whole = aten.convolution_backward(ct, x, weight, [weight_shape[0]], *geometry, [True, True, True])
+    parts = (
+        INPUT_PART(ct, weight, tuple(x.shape), x.stride(), *geometry),
+        *WEIGHT_PART(ct, x, weight, [weight_shape[0]], *geometry, True),
+    )
+    assert all(map(torch.equal, parts, whole))
+    assert WEIGHT_PART(ct, x, weight, None, *geometry, False)[1] is None
 
 
 def test_the_thread_count_stays():

@@ -228,6 +228,7 @@ class _Comparison:
             for value in node.outputs
             if value is not None
         }
+        self.base_makers = {value: node for node in self.base.nodes for value in node.outputs if value is not None}
 
     def run(self) -> None:
         seen: set[int] = set()
@@ -273,8 +274,7 @@ class _Comparison:
 
     def _is_without_statistics(self, node: Node, base: Node) -> bool:
         """A second run of batch normalisation leaves the running statistics out, and their new values with them."""
-        is_norm = str(base.target).removeprefix("aten.").startswith(("native_batch_norm", "batch_norm.fused"))
-        if not is_norm or node.args[3:5] != (None, None):
+        if not _is_norm(base) or node.args[3:5] != (None, None):
             return False
         return self._same((*node.args[:3], *node.args[5:]), (*base.args[:3], *base.args[5:]))
 
@@ -296,6 +296,8 @@ class _Comparison:
         if hasattr(node.target, "_schema"):
             raise PlanError(f"{name} stands for {base.name}, which is another operation")
         wanted = {*base.inputs, *(value for value in base.outputs if value is not None)}
+        if str(node.target) == "batch_norm.again":
+            wanted |= self._values_normalised(base)
         for value in node.inputs:
             if self.original(value) in wanted:
                 continue
@@ -303,6 +305,15 @@ class _Comparison:
             sources = {self.original(source) for source in values_in(maker[1].args)} if maker is not None else set()
             if not sources or not sources <= wanted:
                 raise PlanError(f"{name} stands for {base.name} and reads {value}, which is no code of its values")
+
+    def _values_normalised(self, base: Node) -> set[Value]:
+        """What the sum and the normalisation before `base` read and make: one pass may stand for all three."""
+        nodes = [base]
+        for node in nodes:
+            if not _is_norm(node):
+                before = [self.base_makers[value] for value in node.inputs if value in self.base_makers]
+                nodes += [other for other in before if _is_norm(other) or str(other.target) == "aten.add.Tensor"]
+        return {value for node in nodes for value in (*node.inputs, *node.outputs) if value is not None}
 
     def _check_effects(self) -> None:
         """Random draws and guards run once, in the base's order."""
@@ -325,6 +336,12 @@ class _Comparison:
             count = sum(base == index for base in self.plan.bases) if _is_update(node) else 1
             if count != 1:
                 raise PlanError(f"{_describe(node, index)} updates a parameter and runs {count} times")
+        ends = {item.value for item in self.program.gradients if item.value is not None}
+        finals = {self.original(value) for value in ends}
+        for position, node in enumerate(self.program.nodes):
+            value = node.args[0] if str(node.target) == "deliver_gradient" else None
+            if value is not None and value not in ends and self.original(value) in finals:
+                raise PlanError(f"{_describe(node, position)} hands over {value}, which is made again later: both stay")
 
     def _check_results(self) -> None:
         pairs: list[tuple[str, Sequence[Value | None], Sequence[Value | None]]] = [
@@ -383,6 +400,10 @@ def _is_guard(node: Node) -> bool:
 
 def _is_update(node: Node) -> bool:
     return hasattr(node.target, "overwrites")
+
+
+def _is_norm(node: Node) -> bool:
+    return str(node.target).removeprefix("aten.").startswith(("native_batch_norm.", "batch_norm.fused"))
 
 
 def _is_code(node: Node, base: Node) -> bool:

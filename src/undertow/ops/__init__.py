@@ -5,6 +5,7 @@ from undertow.ops import arithmetic as arithmetic
 from undertow.ops import attention as attention
 from undertow.ops import casting as casting
 from undertow.ops import convolution as convolution
+from undertow.ops import convolution_parts as convolution_parts
 from undertow.ops import distance as distance
 from undertow.ops import elementwise as elementwise
 from undertow.ops import extrema as extrema
@@ -14,6 +15,7 @@ from undertow.ops import linear_algebra as linear_algebra
 from undertow.ops import loss as loss
 from undertow.ops import movement as movement
 from undertow.ops import nondifferentiable as nondifferentiable
+from undertow.ops import normalise_again as normalise_again
 from undertow.ops import normalization as normalization
 from undertow.ops import pooling as pooling
 from undertow.ops import random as random

@@ -1,17 +1,18 @@
 """Other ways to the same bits, for the planner to choose from.
 
 In: a derived Program. Out: Alternatives, each one node that may run beside or instead of a node of the Program:
-a second run of a random operation under the recorded state, a smaller code of a value, the value decoded again, or an
-operation that reads the code instead of the value.
+a second run of a random operation under the recorded state, a smaller code of a value, the value decoded again, an
+operation that reads the code instead of the value, or one that makes a part of the outputs from fewer inputs.
 
 What is possible for an operation is said in its family's file by `register_code` (an operation that can read a code of
-its argument), `register_codec` (an output that can be encoded and decoded) and `register_second_run`. Boolean values
-need no record: any mask can be held at one bit per element, by NumPy. Only dense CPU tensors have codes so far.
+its argument), `register_codec` (an output that can be encoded and decoded), `register_second_run` and `register_parts`.
+Boolean values need no record: any mask can be held at one bit per element, by NumPy. Only dense CPU tensors have codes
+so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -34,6 +35,7 @@ class Role(Enum):
     ENCODE = "encode"
     DECODE = "decode"
     READ = "read code"
+    PART = "part"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +73,10 @@ class Codec:
 
 _CODES: dict[Any, Code] = {}
 _CODECS: dict[Any, dict[int, Callable[[dict[str, Any], TensorType], Codec | None]]] = {}
-_SECOND_RUNS: dict[Any, Callable[[Node], Node]] = {}
+# The Program's node that makes a value: a second run may do the work of several.
+Makers = Mapping[Value, Node]
+_SECOND_RUNS: dict[Any, list[Callable[[Node, Makers], Iterable[Node]]]] = {}
+_PARTS: dict[Any, Callable[[Node], Iterable[Node]]] = {}
 
 
 def register_code(reader: Any, code: Code) -> None:
@@ -89,26 +94,33 @@ def register_codec(maker: Any, output: int, codec: Callable[[dict[str, Any], Ten
         _CODECS.setdefault(maker, {})[output] = codec
 
 
-def register_second_run(target: Any, second_run: Callable[[Node], Node]) -> None:
-    """`target`, run again within a step, is to run as another node."""
-    _SECOND_RUNS[target] = second_run
+def register_second_run(target: Any, second_runs: Callable[[Node, Makers], Iterable[Node]]) -> None:
+    """`target`, run again within a step, may run as another node."""
+    _SECOND_RUNS.setdefault(target, []).append(second_runs)
+
+
+def register_parts(target: Any, parts: Callable[[Node], Iterable[Node]]) -> None:
+    """Each of `parts` makes some of the outputs of a `target` on the CPU; all of them together make all."""
+    _PARTS[target] = parts
 
 
 def find_alternatives(program: Program) -> list[Alternative]:
     """Every alternative for the nodes of `program`, in their order."""
     found: list[Alternative] = []
+    makers = {value: node for node in program.nodes for value in node.kept_outputs}
     for position, node in enumerate(program.nodes):
         if shared_argument(node.target, node.inputs) is not None:
             continue
-        if position < program.num_forward_nodes:
-            found += _second_runs(position, node)
-            found += _codecs(position, node)
-        elif node.target in _CODES:
+        found += _second_runs(position, node, makers)
+        found += _codecs(position, node)
+        if node.target in _CODES:
             found += _readings(position, node)
+        if node.target in _PARTS:
+            found += [Alternative(Role.PART, position, part) for part in _PARTS[node.target](node)]
     return found
 
 
-def _second_runs(position: int, node: Node) -> Iterator[Alternative]:
+def _second_runs(position: int, node: Node, makers: Makers) -> Iterator[Alternative]:
     if is_random(node.target):
         device = next(value.tensor_type.device for value in (*node.outputs, *node.inputs) if value is not None)
         state = Value(f"state_{position}", _bytes_type(GENERATOR_STATE_BYTES))
@@ -121,9 +133,9 @@ def _second_runs(position: int, node: Node) -> Iterator[Alternative]:
         for part in group.parts():
             args, outputs = (tuple(values[value] for value in side) for side in (part.reads, part.makes))
             yield Alternative(Role.SECOND_RUN, position, replace(node, target=fused(part), args=args, outputs=outputs))
-    second_run = _SECOND_RUNS.get(node.target)
-    if second_run is not None:
-        yield Alternative(Role.SECOND_RUN, position, second_run(node))
+    for second_runs in _SECOND_RUNS.get(node.target, ()):
+        for again in second_runs(node, makers):
+            yield Alternative(Role.SECOND_RUN, position, again)
 
 
 def packed_type(kind: TensorType) -> TensorType:

@@ -7,11 +7,15 @@ operation and read by another.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from undertow.ir import Node
 from undertow.kernels.convolution import (
     ALGORITHMS,
     Algorithm,
@@ -21,6 +25,7 @@ from undertow.kernels.convolution import (
     shape_from,
     shape_of,
 )
+from undertow.ops.alternatives import register_parts
 from undertow.ops.own import OwnOperation
 
 Pair = tuple[int, int]
@@ -157,3 +162,46 @@ def _backward_bytes(algorithm: Algorithm, shape: ConvolutionShape, wants: tuple[
 
 def _empty_image(shape: tuple[int, int, int, int]) -> Tensor:
     return torch.empty(shape, memory_format=torch.channels_last)
+
+
+@cache
+def _input_part_by(name: str) -> OwnOperation:
+    """(ct, weight, sizes of x, stride, padding, dilation, groups, y) -> ct_x"""
+    return OwnOperation(f"convolution_backward_input.{_short(name)}", partial(_input_part, _BY_NAME[name]))
+
+
+@cache
+def _weight_part_by(name: str) -> OwnOperation:
+    """(ct, x, weight, stride, padding, dilation, groups, wants_bias, y) -> ct_weight, ct_bias"""
+    operation = partial(_weight_part, _BY_NAME[name])
+    return OwnOperation(f"convolution_backward_weight.{_short(name)}", operation, returns_tuple=True)
+
+
+def _input_part(algorithm: Algorithm, ct: Tensor, weight: Tensor, x_shape: Any, *rest: Any) -> Tensor:
+    *geometry, y = rest
+    shape = shape_from(x_shape, tuple(weight.shape), *geometry)
+    ct = ct.contiguous(memory_format=torch.channels_last)
+    ct_x = _empty_image(shape.x_shape)
+    workspace = algorithm.new_workspace(shape, Pass.BACKWARD_DATA)
+    algorithm.backward(shape, ct, None, weight.contiguous(), ct_x, None, None, workspace, mask=y)
+    return ct_x
+
+
+def _weight_part(algorithm: Algorithm, ct: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    *geometry, wants_bias, y = rest
+    return _backward(algorithm, ct, x, weight, *geometry, (False, True, wants_bias), y)[1:]
+
+
+def _parts(name: str, node: Node) -> Iterator[Node]:
+    ct, x, weight, *geometry, _, y = node.args
+    ct_x, ct_weight, ct_bias = node.outputs
+    if ct_x is None or ct_weight is None:
+        return
+    args = (ct, x, weight, *geometry, ct_bias is not None, y)
+    yield replace(node, target=_weight_part_by(name), args=args, outputs=(ct_weight, ct_bias))
+    args = (ct, weight, x.tensor_type.shape, *geometry, y)
+    yield replace(node, target=_input_part_by(name), args=args, outputs=(ct_x,))
+
+
+for _name in _BY_NAME:
+    register_parts(backward_by(_name), partial(_parts, _name))

@@ -7,6 +7,7 @@ functional operation. Layer normalisation takes contiguous ones and normalises t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from undertow.ir import Node
 from undertow.kernels.batch_norm import batch_norm_backward, batch_norm_evaluate, batch_norm_forward, rows_of
 from undertow.kernels.layer_norm import layer_norm_backward, layer_norm_forward
-from undertow.ops.alternatives import register_second_run
+from undertow.ops.alternatives import Makers, register_second_run
 from undertow.ops.own import OwnOperation
 
 
@@ -126,9 +127,9 @@ FOLD_WEIGHT = OwnOperation("fold_weight", _fold_weight, is_preparation=True)
 FOLD_BIAS = OwnOperation("fold_bias", _fold_bias, is_preparation=True)
 
 
-def _without_statistics(node: Node) -> Node:
+def _without_statistics(node: Node, _: Makers) -> Iterator[Node]:
     """A second run leaves the running statistics alone: the outputs do not depend on them."""
-    return replace(node, args=(*node.args[:3], None, None, *node.args[5:]), outputs=node.outputs[:3])
+    yield replace(node, args=(*node.args[:3], None, None, *node.args[5:]), outputs=node.outputs[:3])
 
 
 register_second_run(BATCH_NORM, _without_statistics)

@@ -11,7 +11,7 @@ so that a second derivative sees how they depend on it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from undertow.ir import Node
-from undertow.ops.alternatives import register_second_run
+from undertow.ops.alternatives import Makers, register_second_run
 from undertow.ops.own import Mutating
 from undertow.ops.registry import (
     Call,
@@ -240,9 +240,9 @@ register(
 )
 
 
-def _without_statistics(node: Node) -> Node:
+def _without_statistics(node: Node, _: Makers) -> Iterator[Node]:
     """A second run leaves the running statistics alone: the outputs do not depend on them in training mode."""
-    return replace(
+    yield replace(
         node,
         target=aten.native_batch_norm.default,
         args=(*node.args[:3], None, None, *node.args[5:]),

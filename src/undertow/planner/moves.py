@@ -399,23 +399,58 @@ def shift_run(state):
 
 
 @inner
+def _supply(state, value, run, most_time, price):
+    """Have another kind than the run's write a value near the run: the new run, or -1."""
+    other = _pick_writer(state, value)
+    if other < 0 or other == at(state, RUN_KIND, run):
+        return -1
+    choice = draw(state, 3)
+    before = run if choice == 0 else at(state, PREV_RUN, run) if choice == 1 else _last_supply(state, other, run)
+    new = _place_run(state, other, before)
+    # What the new run makes superfluous is taken out only afterwards.
+    if new < 0 or not _complete(state, new, price, most_time + at(state, DURATION, other)):
+        return -1
+    return new
+
+
+@inner
+def _drop_superfluous(state, new):
+    """Take out the next runs that write again what a new run has written."""
+    kind = at(state, RUN_KIND, new)
+    for entry in range(at(state, WRITE_STARTS, kind), at(state, READ_STARTS, kind + 1)):
+        value = at(state, TOUCHED, entry)
+        index = find_use(state, value, at(state, SLOT_OF, new)) + 1
+        if has_use(state, value, index) and at(state, USES, index) & 3 == WRITE:
+            run = at(state, USES, index) >> 2
+            if can_deactivate(state, run):
+                _remove_with_suppliers(state, run)
+
+
+@inner
 def switch_formulation(state, price, threshold):
-    """Replace a run by another kind that writes the value one of its readers needs."""
+    """Replace a run by others that write what its readers need, one for a value drawn and one for each of the rest."""
     run = at(state, LIVE_RUNS, draw(state, state[NUM_LIVE]))
     kind = at(state, RUN_KIND, run)
     first, last = at(state, WRITE_STARTS, kind), at(state, READ_STARTS, kind + 1)
     if first == last:
         return False
-    value = at(state, TOUCHED, first + draw(state, last - first))
-    other = _pick_writer(state, value)
-    if other < 0 or other == kind:
-        return False
-    choice = draw(state, 3)
-    before = run if choice == 0 else at(state, PREV_RUN, run) if choice == 1 else _last_supply(state, other, run)
-    new = _place_run(state, other, before)
     most_time = state[TIME] + at(state, DURATION, kind) + price * state[EXCESS] + threshold
-    if new < 0 or not _complete(state, new, price, most_time):
+    # Often the new runs find in place what the old one read; at a high price they would seldom leave it at that.
+    price = price if draw(state, 4) == 0 else 0.0
+    new = _supply(state, at(state, TOUCHED, first + draw(state, last - first)), run, most_time, price)
+    if new < 0:
         return False
+    for entry in range(first, last):
+        value = at(state, TOUCHED, entry)
+        index = find_use(state, value, at(state, SLOT_OF, run))
+        # A write just before serves the readers too.
+        is_supplied = is_present_before(state, value, index) or not is_read_at(state, value, index + 1)
+        if not is_supplied and _supply(state, value, run, most_time, price) < 0:
+            return False
     if at(state, IS_ACTIVE, run) and can_deactivate(state, run):
         _remove_with_suppliers(state, run)
-    return not at(state, IS_ACTIVE, run)
+    if at(state, IS_ACTIVE, run):
+        return False
+    if at(state, IS_ACTIVE, new):
+        _drop_superfluous(state, new)
+    return True

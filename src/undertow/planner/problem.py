@@ -10,6 +10,7 @@ overwriting kind destroys, so that nothing is computed again from it afterwards.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,7 @@ class _Builder:
         self.delivered = {
             self.lifetimes.root[node.args[0]] for node in program.nodes if isinstance(node.target, DeliverGradient)
         }
+        self.handed_over = self.delivered & self._read_once()
         self.updated: list[int] = []  # one token per update: all of them have to run
         self.index: dict[Value | str, int] = {}
         self.sizes: list[int] = []
@@ -88,10 +90,11 @@ class _Builder:
             elif token is not None:
                 last_effect = token
         for alternative in alternatives:
-            self._add_alternative(alternative)
+            if not self._is_bound(alternative.node.kept_outputs):
+                self._add_alternative(alternative)
         ends = [*self.program.outputs, *(update.value for update in self.program.updates)]
         ends += [gradient.value for gradient in self.program.gradients if gradient.value is not None]
-        targets = {self._storage(value) for value in ends} - {None}
+        targets = {self._at_the_end(value) for value in ends} - {None}
         targets.update(self.updated if last_effect is None else [*self.updated, last_effect])
         reads, writes, destroys, costs, repeats, reuse = zip(*self.rows, strict=True)
         instance = make_instance(
@@ -139,10 +142,15 @@ class _Builder:
         if isinstance(node.target, StepAfterwards):
             reads += self.updated  # gradients must have been delivered
         destroys = [self.index[value] for value in overwrites(node) if value in self.index]
+        reuse = self._reuse(node)
+        if isinstance(node.target, DeliverGradient) and (root := self.lifetimes.root[node.args[0]]) in self.handed_over:
+            # The parameter has it from now on: its memory is held to the end, whatever is made again.
+            destroys, kept = reads[:1], self._value(f"delivered {root.name}", root.type.allocated_bytes)
+            writes.append(kept)
+            reuse = (reads[0], kept)
         can_repeat = token is None and not destroys and isinstance(node.target, OpOverload | Mutating | OwnOperation)
-        # A gradient that was delivered is its parameter's: making it again would not give the first one's memory back.
-        can_repeat = can_repeat and self.delivered.isdisjoint(self.lifetimes.root[value] for value in node.kept_outputs)
-        row = (reads, writes, destroys, self.cost_of(node), can_repeat, self._reuse(node))
+        can_repeat = can_repeat and not self._is_bound(node.kept_outputs)
+        row = (reads, writes, destroys, self.cost_of(node), can_repeat, reuse)
         return self._add(Kind(position), row)
 
     def _add_boundary(self, last_effect: int | None) -> int:
@@ -158,6 +166,24 @@ class _Builder:
         node = alternative.node
         reads, writes = self._storages_of_alternative(alternative)
         self._add(Kind(alternative.position, alternative), (reads, writes, [], self.cost_of(node), True, (-1, -1)))
+
+    def _read_once(self) -> set[Value]:
+        """Storages with one reader, views aside."""
+        count: Counter[Value] = Counter()
+        for node in self.program.nodes:
+            if shared_argument(node.target, node.inputs) is None:
+                count.update({self.lifetimes.root[value] for value in self.lifetimes.read_by(node)})
+        count.update(self.lifetimes.root[value] for value in self.program.outputs)
+        return {root for root, number in count.items() if number == 1}
+
+    def _at_the_end(self, value: Value) -> int | None:
+        root = self.lifetimes.root[value]
+        return self.index[f"delivered {root.name}"] if root in self.handed_over else self._storage(value)
+
+    def _is_bound(self, values: Sequence[Value]) -> bool:
+        """A gradient that others read as well cannot be made twice: the first's memory stays its parameter's."""
+        roots = {self.lifetimes.root.get(value) for value in values}
+        return not roots.isdisjoint(self.delivered - self.handed_over)
 
     def _storages_of_alternative(self, alternative: Alternative) -> tuple[list[int], list[int]]:
         """Its node reads and writes values of the Program, codes, and a recorded generator state."""

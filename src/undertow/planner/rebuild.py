@@ -15,6 +15,7 @@ from undertow.ir.program import Gradient, Update
 from undertow.ops.interpret import generator_of
 from undertow.ops.lifetimes import shared_argument
 from undertow.ops.own import GENERATOR_STATE
+from undertow.ops.updates import DeliverGradient
 from undertow.planner.problem import BOUNDARY, Kind, Problem
 
 
@@ -48,6 +49,7 @@ class _Rebuilder:
         self.views: dict[int, tuple[tuple[Value, ...], tuple[Value | None, ...]]] = {}
         self.num_versions: dict[Value, int] = {}
         self.repeats: dict[Value, Value] = {}
+        self.delivered: dict[Value, Value] = {}  # what a parameter was given, whatever is made again later
         self.nodes: list[Node] = []
         self.bases: list[int] = []
 
@@ -73,7 +75,9 @@ class _Rebuilder:
                     self._emit(Node(GENERATOR_STATE, (generator_of(node),), {}, (state,), node.origin), -1)
                 self._emit(node, kind.node)
         gradients = tuple(
-            Gradient(item.input, None if item.value is None else self._resolve(item.value))
+            Gradient(
+                item.input, None if item.value is None else self.delivered.get(item.value) or self._resolve(item.value)
+            )
             for item in self.base.gradients
         )
         if not self.base.cotangents:
@@ -110,6 +114,8 @@ class _Rebuilder:
 
     def _emit(self, node: Node, position: int) -> None:
         inputs = tuple(self._resolve(value) for value in node.inputs)
+        if isinstance(node.target, DeliverGradient):
+            self.delivered[node.args[0]] = inputs[0]
         outputs = self._append(node, position, inputs)
         for value, version in zip(node.outputs, outputs, strict=True):
             if value is not None and version is not None:

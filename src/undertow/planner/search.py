@@ -121,9 +121,13 @@ def search(
     lower_bound_time: int = 0,
     seed: int = 0,
     num_moves: int | None = None,
+    given_temperature: float = WARM,
     time_limit_s: float = math.inf,
 ) -> Solution | None:
-    """The fastest schedule found whose peak fits the budget; `lower_bound_time` ends the search when it is reached."""
+    """The fastest schedule found whose peak fits the budget; `lower_bound_time` ends the search when it is reached.
+
+    Given starts are warmed to `given_temperature`.
+    """
     deadline_s = time.perf_counter() + time_limit_s
     num_moves = num_moves if num_moves is not None else default_moves(instance)
     annealer = _Annealer(instance, budget_bytes, is_fixed_order, seed, deadline_s)
@@ -132,13 +136,13 @@ def search(
     hot = min(HOT, max(WARM, hot))
     # A starting schedule that was worth giving is not worth melting.
     given_share = (HOT_SHARE + WARM_SHARE) / max(1, len(starts))
-    cycles = [(np.asarray(start, np.int64), given_share, WARM) for start in starts]
+    cycles = [(np.asarray(start, np.int64), given_share, given_temperature) for start in starts]
     for start, share, temperature in cycles or [(instance.order, HOT_SHARE, hot), (instance.order, WARM_SHARE, WARM)]:
         current = annealer.cycle(start, int(share * num_moves), temperature, goal_time)
         if annealer.is_finished(goal_time):
             break
     else:
-        annealer.cycle(current, int(LAST_SHARE * num_moves), WARM, goal_time)
+        annealer.cycle(current, int(LAST_SHARE * num_moves), min(WARM, given_temperature), goal_time)
     if annealer.best is None:
         return None
     return _solution(instance, annealer.best, budget_bytes, is_fixed_order, annealer.num_moves)

@@ -204,7 +204,9 @@ def _find_tasks(plan: Plan) -> tuple[Task, ...]:
         elif _is_view(node):
             task = Task.VIEW
         else:
-            task = Task.SECOND_RUN if base in seen else Task.FIRST_RUN
+            # The second part of an operation makes nothing again.
+            is_again = not node.kept_outputs or any(value in plan.repeats for value in node.kept_outputs)
+            task = Task.SECOND_RUN if base in seen and is_again else Task.FIRST_RUN
             seen |= {base} - {-1}
         tasks.append(task)
     return tuple(tasks)
