@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import nn
 
 from undertow.api.budget_planning import CostSource, Terms, find_plan, make_budget_planner
 from undertow.api.training import make_step
-from undertow.models import SMALL, ZOO
+from undertow.models import ZOO
 from undertow.planner import curve
 
 
@@ -65,7 +64,7 @@ def plan_once(make: Callable[[], tuple[nn.Module, Any, Any, Any]]) -> dict[str, 
         start = time.perf_counter()
         with torch.enable_grad():
             captured = step._capture(step._runner.forward, (*args, *targets), {}, model)
-        program, held = step._derive(captured.program)
+        program, held = step._derive(captured.program, Terms(costs=CostSource.MEASURED))
         captured_s = time.perf_counter() - start
         planner = make_budget_planner(program, held, Terms(costs=CostSource.MEASURED))
         points = planner.curve.points
@@ -83,29 +82,6 @@ def plan_once(make: Callable[[], tuple[nn.Module, Any, Any, Any]]) -> dict[str, 
     }
 
 
-def zoo_gaps() -> dict[str, Any]:
-    """The gap at half of the peak (or at the least, where that is more) over the zoo at small size."""
-    found = {}
-    for name, entry in SMALL.items():
-        args, targets = entry.example_inputs(8), entry.example_targets(8)
-        step = make_step(entry.build(), len(args), entry.loss, None, Terms(costs=CostSource.MEASURED))
-        captured = step._capture(step._runner.forward, (*args, *targets), {}, step.model)
-        planner = make_budget_planner(*step._derive(captured.program), Terms(costs=CostSource.MEASURED))
-        points = planner.curve.points
-        budget = max(points[-1].peak_bytes // 2, planner.smallest.peak_bytes)
-        plan = find_plan(planner, budget)
-        fastest = points[-1].time / 1e3
-        extra = plan.step_us - fastest
-        found[name] = {
-            "peak_share": plan.peak_bytes / points[-1].peak_bytes,
-            "extra_time": extra / fastest,
-            "gap": plan.gap,
-            "gap_share_of_extra": (plan.step_us - plan.lower_bound_us) / extra if extra > 0 else 0.0,
-        }
-    found["median gap"] = statistics.median(item["gap"] for item in found.values())
-    return found
-
-
 def main() -> None:
     """Time all workloads."""
     parser = argparse.ArgumentParser()
@@ -115,8 +91,6 @@ def main() -> None:
     for name, make in WORKLOADS.items():
         results[name] = plan_once(make)
         print(name, json.dumps(results[name]), flush=True)
-    results["zoo"] = zoo_gaps()
-    print(json.dumps(results["zoo"], indent=1))
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(results, indent=1) + "\n")

@@ -188,8 +188,8 @@ def _input_part(algorithm: Algorithm, ct: Tensor, weight: Tensor, x_shape: Any, 
 
 
 def _weight_part(algorithm: Algorithm, ct: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-    *geometry, wants_bias, y = rest
-    return _backward(algorithm, ct, x, weight, *geometry, (False, True, wants_bias), y)[1:]
+    stride, padding, dilation, groups, wants_bias, y = rest
+    return _backward(algorithm, ct, x, weight, stride, padding, dilation, groups, (False, True, wants_bias), y)[1:]
 
 
 def _parts(name: str, node: Node) -> Iterator[Node]:

@@ -41,7 +41,7 @@ class _Normalised:
 def _find_norm(value: Any, makers: Makers) -> _Normalised | None:
     """How `value` is made again if a batch normalisation in training mode made it."""
     maker = makers.get(value) if isinstance(value, Value) else None
-    if maker is None or maker.target not in _NORMS or maker.outputs[0] is not value or not maker.args[5]:
+    if maker is None or maker.target not in _NORMS or maker.outputs[0] != value or not maker.args[5]:
         return None
     x, weight, bias = maker.args[:3]
     mean, inverse_std = maker.outputs[1:3]
@@ -89,7 +89,8 @@ def _sums_again(node: Node, makers: Makers) -> Iterator[Node]:
 
 
 def _clamps_again(node: Node, makers: Makers) -> Iterator[Node]:
-    bound = bind_arguments(node.target, node.args, node.kwargs)
+    target: Any = node.target
+    bound = bind_arguments(target, node.args, node.kwargs)
     lowest, highest = float(bound.get("min_val", 0)), float(bound.get("max_val", "inf"))
     for found in (_find_norm(bound["self"], makers), _find_sum(bound["self"], makers)):
         if found is not None:

@@ -3,8 +3,8 @@
 In: an instance, an order mode, a budget. Out: `Bound`: a number, the order modes it holds for, and the sentence that
 proves it. Every bound for free order holds for fixed order too.
 
-*Necessity.* A value that is not initial and has one writer needs that writer; a kind needs the writers its reads need.
-Kinds the targets need are *required*; `m` is necessarily before `k` when `k` needs `m`.
+*Necessity.* A value that is not initial needs the kinds that each of its writers is or needs; a kind needs what its
+reads need. Kinds the targets need are *required*; `m` is necessarily before `k` when `k` needs `m`.
 
 *Peak.* When a required kind runs for the first time, the values it reads and writes, its workspace and every value that
 cannot be made again although a later required kind reads it are held together.
@@ -25,7 +25,9 @@ Does not: use that a destroyed value is gone, or bytes between two moments.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -61,27 +63,63 @@ class Necessity:
         self.reads = instance.reads.lists()
         self.writes = instance.writes.lists()
         self.writers = instance.writers().lists()
-        initial = set(instance.initial.tolist())
-        self.sole_writer = [
-            row[0] if len(row) == 1 and value not in initial else -1 for value, row in enumerate(self.writers)
-        ]
+        self.needs = self._find_needs()
         self.needed_by: list[list[int]] = [[] for _ in self.reads]
-        for kind, row in enumerate(self.reads):
-            for value in row:
-                if self.sole_writer[value] >= 0:
-                    self.needed_by[self.sole_writer[value]].append(kind)
-        roots = [self.sole_writer[value] for value in instance.targets.tolist() if self.sole_writer[value] >= 0]
-        self.required = self._reach(roots, self.needs)
+        for kind, row in enumerate(self.needs):
+            for other in row:
+                self.needed_by[other].append(kind)
+        roots = [kind for value in instance.targets.tolist() for kind in self.needs_of_value[value]]
+        self.required = self._reach(roots, self.needs.__getitem__)
         # A value no kind can make a second time: it must be held from its making to its last necessary read.
         self.is_unique = [not any(instance.can_repeat[kind] for kind in row) for row in self.writers]
 
-    def needs(self, kind: int) -> list[int]:
-        """Kinds without which this one cannot run."""
-        return [self.sole_writer[value] for value in self.reads[kind] if self.sole_writer[value] >= 0]
+    def _find_needs(self) -> list[list[int]]:
+        """For each kind, kinds without which it cannot run; what those need is left out.
+
+        must[v] = intersection over the writers w of v of ({w} + union over the reads r of w of must[r]), the largest
+        solution: whichever way a value is made for the first time, these have run. As of dominators in a flow graph.
+        """
+        instance = self.instance
+        base = instance.order.tolist()
+        order = base + sorted(set(range(instance.num_kinds)) - set(base))
+        place_of = {kind: place for place, kind in enumerate(order)}
+        everything = (1 << instance.num_kinds) - 1
+        initial = set(instance.initial.tolist())
+        must = [0 if value in initial else everything for value in range(instance.num_values)]
+        must_run = [everything] * instance.num_kinds  # what has run when the kind has
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for kind in order:
+                found = 1 << place_of[kind]
+                for value in self.reads[kind]:
+                    found |= must[value]
+                if found == must_run[kind]:
+                    continue
+                must_run[kind], has_changed = found, True
+                for value in self.writes[kind]:
+                    if value not in initial:
+                        must[value] = functools.reduce(operator.and_, (must_run[w] for w in self.writers[value]))
+
+        def latest(members: int) -> list[int]:
+            found = []
+            while members and members != everything:
+                found.append(order[members.bit_length() - 1])
+                members &= ~must_run[found[-1]]
+            return found
+
+        self.needs_of_value = [latest(members) for members in must]
+        return [list(dict.fromkeys(k for value in row for k in self.needs_of_value[value])) for row in self.reads]
+
+    def has_choice(self) -> bool:
+        """Whether something that must be made can be made in several ways, none of which is required."""
+        wanted = {value for kind in self.required for value in self.reads[kind]} | set(self.instance.targets.tolist())
+        wanted -= set(self.instance.initial.tolist())
+        return any(self.required.isdisjoint(self.writers[value]) for value in wanted)
 
     def before(self, kind: int) -> set[int]:
         """Kinds that run before the first run of this one."""
-        return self._reach(self.needs(kind), self.needs)
+        return self._reach(self.needs[kind], self.needs.__getitem__)
 
     def after(self, kind: int) -> set[int]:
         """Kinds that cannot run before the first run of this one."""
@@ -147,7 +185,7 @@ def _unique_values_around(
     for kind in required:
         made_before[kind] = made_so_far if is_fixed_order else initial
         if not is_fixed_order:
-            for other in necessity.needs(kind):
+            for other in necessity.needs[kind]:
                 made_before[kind] |= made_before[other] | (_set_of(necessity.writes[other]) & unique)
         made_so_far |= _set_of(necessity.writes[kind]) & unique
     read_so_far = targets
@@ -180,6 +218,10 @@ def lower_bound_time(instance: Instance, budget_bytes: int, is_fixed_order: bool
     simple = Bound(
         int(instance.duration[sorted(necessity.required)].sum()), "free", "Every required kind runs at least once."
     )
+    if necessity.has_choice():
+        amount = _Relaxation(instance, necessity, (), is_fixed_order).solve(budget_bytes)
+        proof = "Every required kind runs at least once, and for other values that are needed a writer does."
+        simple = Bound(max(amount, simple.amount), "free", proof)
     best = simple
     for count in MOMENT_COUNTS:
         is_too_large = count * (instance.num_kinds + instance.num_values) > MAXIMUM_STAGE_ITEMS[is_fixed_order]
@@ -226,10 +268,9 @@ def _heaviest_chain(base: list[int], necessity: Necessity, weights: np.ndarray) 
         if kind not in necessity.required:
             continue
         best, source = 0, -1
-        for value in necessity.reads[kind]:
-            writer = necessity.sole_writer[value]
-            if writer in total and place_of[writer] < place and total[writer] > best:
-                best, source = total[writer], writer
+        for other in necessity.needs[kind]:
+            if other in total and place_of[other] < place and total[other] > best:
+                best, source = total[other], other
         total[kind], previous[kind] = best + int(weights[place]), source
     if not total:
         return []

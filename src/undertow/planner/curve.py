@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -32,10 +33,12 @@ from undertow.planner.search import WARM, Solution, minimum_peak, search
 NUM_LEVELS = 24
 # Moves per level. On GPT-2 with 12 layers (1,048 kinds) 100,000 give 4 % more extra time than 250,000, averaged over
 # the curve; small instances settle earlier, and in very large ones a move takes time in proportion to the schedule.
-MOVES_PER_KIND, MOST_MOVES, MOVES_TIMES_KINDS = 500, 30_000, 300_000_000
-# A level whose extra time is below this share of the step is not searched again; the others have so many moves.
+MOVES_PER_KIND, MOST_MOVES, MOVES_TIMES_KINDS = 500, 100_000, 300_000_000
+# Instances of at most so many kinds have fewer moves on the way down, from two seeds, and more afterwards: levels whose
+# extra time is above a share of the step are searched again, and one more between levels that differ by as much.
+MOST_REFINED_KINDS, MOST_MOVES_BEFORE = 2_000, 30_000
 DEAR = 0.02
-REFINING_MOVES_TIMES_KINDS, MOST_REFINING_MOVES = 100_000_000, 300_000
+REFINING_MOVES_TIMES_KINDS, MOST_REFINING_MOVES = 80_000_000, 300_000
 REFINING_TEMPERATURE = 0.1
 NUM_THREADS = 2
 FEWER_MOVES = 1 if HAS_NUMBA else 200  # a move takes a microsecond compiled, and a few hundred in plain Python
@@ -74,14 +77,17 @@ def find_curve(instance: Instance, *, seed: int = 0, time_limit_s: float = math.
 def _find_curve(instance: Instance, seed: int, time_limit_s: float) -> Curve:
     deadline_s = time.perf_counter() + time_limit_s
     num_kinds = max(1, instance.num_kinds)
-    num_moves = min(MOVES_PER_KIND * num_kinds, MOST_MOVES, MOVES_TIMES_KINDS // num_kinds) // FEWER_MOVES
+    is_refined = num_kinds <= MOST_REFINED_KINDS
+    most_moves = MOST_MOVES_BEFORE if is_refined else MOST_MOVES
+    num_moves = min(MOVES_PER_KIND * num_kinds, most_moves, MOVES_TIMES_KINDS // num_kinds) // FEWER_MOVES
     num_refining = min(MOST_REFINING_MOVES, REFINING_MOVES_TIMES_KINDS // num_kinds) // FEWER_MOVES
     base = replay(instance, instance.order)
     points = [Solution(instance.order, base.time, base.peak_bytes, 0)]
     bound = lower_bound_peak(instance, False).amount
 
     def descend(level: int, start: Solution) -> Solution | None:
-        points.extend(_search_all(instance, [(level, start.schedule)] * NUM_THREADS, num_moves, WARM, seed, deadline_s))
+        tasks = [(level, start.schedule)] * (NUM_THREADS if is_refined else 1)
+        points.extend(_search_all(instance, tasks, num_moves, WARM, seed, deadline_s))
         return min((point for point in points if point.peak_bytes <= level), key=_speed, default=None)
 
     above = points[0]
@@ -104,10 +110,9 @@ def _find_curve(instance: Instance, seed: int, time_limit_s: float) -> Curve:
     points.append(least)
     descend((least.peak_bytes + above.peak_bytes) // 2, above)
     descend(least.peak_bytes, least)
-    kept = _undominated(points)
-    dear = [index for index, point in enumerate(kept) if point.time > (1 + DEAR) * kept[-1].time]
-    tasks = [(kept[index].peak_bytes, kept[start].schedule) for index in dear for start in (index, index + 1)]
-    points += _search_all(instance, tasks, num_refining, REFINING_TEMPERATURE, seed, deadline_s)
+    if is_refined:
+        tasks = _refining_tasks(_undominated(points))
+        points += _search_all(instance, tasks, num_refining, REFINING_TEMPERATURE, seed, deadline_s)
     return Curve(_undominated(points), bound, time.perf_counter() < deadline_s)
 
 
@@ -136,6 +141,17 @@ def _search_all(
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         return [found for found in threads.map(run, enumerate(tasks)) if found is not None]
+
+
+def _refining_tasks(points: Sequence[Solution]) -> list[tuple[int, Int64s]]:
+    """Budgets to search again, with starts: dear points, and halfway to the next where the curve is steep."""
+    tasks = []
+    for point, above in pairwise(points):
+        if point.time > (1 + DEAR) * points[-1].time:
+            tasks += [(point.peak_bytes, point.schedule), (point.peak_bytes, above.schedule)]
+        if point.time - above.time > DEAR * points[-1].time:
+            tasks.append(((point.peak_bytes + above.peak_bytes) // 2, above.schedule))
+    return tasks
 
 
 def _speed(point: Solution) -> tuple[int, int]:
