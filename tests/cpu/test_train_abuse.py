@@ -174,6 +174,22 @@ def test_stdout_is_the_results_alone(capsys):
     assert json.loads(run(capsys, "evaluate", "a", "--json")[1])["examples"] == 24
 
 
+def test_a_run_whose_output_nobody_takes(capsys):
+    whole = train(capsys, "--out", "whole")
+    start = f"set -o pipefail; {sys.executable} -m undertow {' '.join(PLAN)}"
+    done = subprocess.run(["bash", "-c", f"{start} --out a >/dev/full"], capture_output=True, text=True)
+    assert done.returncode == 5 and done.stderr.endswith(
+        "\nundertow: stdout cannot be written: No space left on device\n"
+    )
+    assert "Traceback" not in done.stderr
+    done = subprocess.run(["bash", "-c", f"{start} --out b 2>&1 | true"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert run(capsys, *PLAN, "--out", "b")[0] == 0  # its first line, before there was a folder, could not be written
+    for name in ("a", "b"):
+        code, out, _ = run(capsys, "export", name, "w.safetensors", "--json")
+        assert code == 0 and json.loads(out)["weights_sha256"] == whole["weights_sha256"]
+
+
 def test_an_export_does_not_replace_the_checkpoint(capsys):
     train(capsys, "--out", "a")
     refuse(capsys, 2, "the run's own checkpoint", "export", "a", "a/checkpoint.safetensors")
@@ -335,6 +351,63 @@ def test_a_name_that_is_no_text(capsys):
     assert run(capsys, "predict", "a", "new")[0] == 0
 
 
+def rewrite(path, change):
+    arrays = dict(numpy.load(path))
+    change(arrays)
+    numpy.savez(path, **arrays)
+
+
+def drop_example(arrays):
+    arrays.update(x=arrays["x"][:-1], y=arrays["y"][:-1])
+
+
+def change_number(arrays):
+    arrays["x"][77, 5] += 1
+
+
+def change_label(arrays):
+    arrays["y"][77] = 3 - arrays["y"][77]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (drop_example, "test examples: 24 then, 23 now"),
+        (change_number, "hash: "),
+        (change_label, "hash: "),
+    ],
+)
+def test_data_that_changed_since_the_run_began(capsys, change, message):
+    train(capsys, "--out", "a")
+    before = Path("a/checkpoint.safetensors").read_bytes()
+    rewrite("data.npz", lambda arrays: None)  # the same numbers in another file
+    assert run(capsys, "train", "--resume", "a", "--epochs", "3")[0] == 0
+    rewrite("data.npz", change)
+    refuse(capsys, 3, message, "train", "--resume", "a", "--epochs", "4")
+    assert Path("a/checkpoint.safetensors").read_bytes() == before
+    assert run(capsys, "evaluate", "a")[0] == 0
+
+
+def test_files_and_loaders_that_changed_since_the_run_began(capsys):
+    make_images("data")
+    words = ["train", "models.py:images", "--data", "data", "--batch", "4", "--max-steps", "2"]
+    assert run(capsys, *words, "--out", "a")[0] == run(capsys, "train", "--resume", "a", "--max-steps", "3")[0] == 0
+    Path("data/dark/3.png").write_bytes(Path("data/light/3.png").read_bytes())
+    refuse(capsys, 3, "hash: ", "train", "--resume", "a", "--max-steps", "4")
+
+    Path("input.txt").write_text("to be or not to be, " * 200)
+    words = ["train", "char_gpt", "--data", "input.txt", "--batch", "8", "--max-steps", "2"]
+    assert run(capsys, *words, "--out", "b")[0] == 0
+    Path("input.txt").write_text("TO BE OR NOT TO BE, " * 200)
+    refuse(capsys, 3, "hash: ", "train", "--resume", "b", "--max-steps", "3")
+
+    words = ["train", "models.py:make", "--data", "loaders.py:sampled", "--max-steps", "2"]
+    assert run(capsys, *words, "--out", "c")[0] == 0
+    Path("loaders.py").write_text(LOADERS.replace("randn(96", "randn(80"))
+    message = "training batches: 6 then, 5 now; training examples: 96 then, 80 now"
+    refuse(capsys, 3, message, "train", "--resume", "c", "--max-steps", "3")
+
+
 def change_step(checkpoint):
     checkpoint.place.step = -5
 
@@ -343,13 +416,14 @@ def change_step(checkpoint):
     "change",
     [
         lambda checkpoint: checkpoint.about.clear(),
+        lambda checkpoint: checkpoint.about.pop("data"),
         lambda checkpoint: checkpoint.about["environment"].update(num_threads=0),
         lambda checkpoint: checkpoint.tensors.pop("generator/cpu"),
         lambda checkpoint: checkpoint.tensors.update({"optimizer/77/momentum_buffer": torch.zeros(3)}),
         lambda checkpoint: checkpoint.tensors.update({"optimizer/0/momentum_buffer": torch.zeros(3)}),
         change_step,
     ],
-    ids=["empty", "threads", "generator", "index", "shape", "step"],
+    ids=["empty", "data", "threads", "generator", "index", "shape", "step"],
 )
 def test_checkpoints_with_a_right_hash_and_a_wrong_state(capsys, change):
     train(capsys, "--out", "a")

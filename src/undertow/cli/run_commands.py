@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from undertow.cli.exits import DONE, INTERRUPTED
+from undertow.cli.exits import DONE, INTERRUPTED, TERMINATED
 from undertow.cli.printing import print_data, print_result, report_error
 from undertow.errors import CallError
 from undertow.train.config import CLASS_LOSSES, TrainConfig, check_resumed, make_config, read_config_file
@@ -86,7 +86,7 @@ def train_command(
         report_error("stopped at once; the last checkpoint, if there is one, is kept", is_json)
         return INTERRUPTED
     print_result(result, is_json)
-    return INTERRUPTED if result.place.stopped == "interrupted" else DONE
+    return {"interrupted": INTERRUPTED, "terminated": TERMINATED}.get(result.place.stopped, DONE)
 
 
 def _train(settings: TrainConfig, is_resumed: bool) -> Any:

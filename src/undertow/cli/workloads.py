@@ -123,5 +123,7 @@ def load_test_batches(trained: Trained, name: str) -> Iterable[Any]:
     if source.classes is not None and trained.classes is not None and source.classes != trained.classes:
         raise DataError(f"{name} has the classes {', '.join(source.classes)}; the run has {', '.join(trained.classes)}")
     if isinstance(source.test, Arrays | Images):
-        source.test.preparation = replace(trained.preparation, scale=source.preparation.scale)
+        # The pixels of images count to what their format says, the numbers of an array to what the run's own did.
+        scale = trained.preparation.scale if name.endswith(".npz") else source.preparation.scale
+        source.test.preparation = replace(trained.preparation, scale=scale)
     return make_test_loader(source.test, trained.config.batch)
