@@ -164,6 +164,22 @@ def test_loaders_of_ones_own_resume_too(capsys):
     assert run(capsys, "evaluate", "whole")[0] == 0
 
 
+@pytest.mark.parametrize("model", ["models.py:make", "models:make"])
+def test_the_files_that_a_run_names_are_said(capsys, folder, model):
+    words = ["train", model, "--data", "loaders.py:make", "--max-steps", "2", "--out", "a"]
+    code, _, err = run(capsys, *words)
+    assert code == 0 and str(folder) not in err
+    names = [f"make is from {folder / name}.py" for name in ("models", "loaders")]
+    for words in (("train", "--resume", "a", "--max-steps", "3"), ("evaluate", "a")):
+        code, _, err = run(capsys, *words)
+        assert code == 0 and [line for line in err.splitlines() if "is from" in line] == names
+    code, _, err = run(capsys, "report", "a")
+    assert code == 0 and err.splitlines() == names[:1]
+    assert run(capsys, *PLAN[:4], "--max-steps", "2", "--out", "b")[0] == 0
+    code, _, err = run(capsys, "predict", "b", "data.npz")
+    assert code == 0 and err.splitlines() == names[:1]
+
+
 def test_a_model_in_bfloat16(capsys):
     words = ["train", "models.py:bfloat16", "--data", "data.npz", "--epochs", "3", "--optimizer", "adamw", "--json"]
     code, out, err = run(capsys, *words, "--out", "whole", "--budget", "200KiB")

@@ -91,7 +91,7 @@ def train_command(
 
 def _train(settings: TrainConfig, is_resumed: bool) -> Any:
     from undertow.cli.loading import running
-    from undertow.cli.workloads import load_workload
+    from undertow.cli.workloads import load_workload, say_code
     from undertow.train.folder import RunFolder, new_folder
     from undertow.train.progress import make_display
     from undertow.train.run import Run, use_threads_of
@@ -103,7 +103,10 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
             use_threads_of(folder)
         else:
             folder.check_is_free()
-        run = Run(settings, load_workload(settings), folder, make_display())
+        workload = load_workload(settings)
+        if is_resumed:
+            say_code(settings.model, settings.data)
+        run = Run(settings, workload, folder, make_display())
         if folder.checkpoint_path.exists():
             run.resume()
         run.prepare()
