@@ -29,6 +29,13 @@ print("loaded")
 
 def make(): return nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 4))
 def one(): return nn.Linear(12, 1)
+def frozen(): return nn.Linear(12, 4).requires_grad_(False)
+
+def broken():
+    model = make()
+    model[4].weight.data[2, 3] = float("nan")
+    return model
+
 def images(): return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 3)), (torch.zeros(1, 3, 8, 8),)
 
 class Steep(nn.Linear):
@@ -79,6 +86,17 @@ def split():
     order = numpy.random.permutation(96)
     return loaders(x[order[:64]] + random.random(), y[order[:64]])[0], loaders(x[order[64:]], y[order[64:]])[1]
 
+class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(12), y
+
+def persistent():
+    data = Noisy(*draw())
+    return DataLoader(data, 16, shuffle=True, num_workers=1, persistent_workers=True), loaders(*draw())[1]
+
+def dictionaries(): return [{"x": 1}], [{"x": 1}]
+
 def sampled():
     data = TensorDataset(*draw())
     order = RandomSampler(data, generator=torch.Generator().manual_seed(5))
@@ -111,6 +129,15 @@ def test_weights_that_are_no_numbers_are_not_saved(capsys, more):
     refuse(capsys, 4, "the weights after step 1 are not finite: in step 1 the update made weights", *words)
     checkpoint = RunFolder(Path("a")).read_checkpoint()
     assert checkpoint.place.step == 0 and all(item.isfinite().all() for item in checkpoint.weights().values())
+
+
+def test_models_that_cannot_be_trained(capsys):
+    message = "parameter 4.weight holds numbers that are not finite before the first step"
+    refuse(capsys, 4, message, "train", "models.py:broken", "--data", "data.npz", "--out", "a")
+    refuse(capsys, 2, "there is nothing to train", "train", "models.py:frozen", "--data", "data.npz", "--out", "a")
+    words = ["train", "models.py:make", "--data", "loaders.py:dictionaries", "--out", "a"]
+    refuse(capsys, 3, "inputs and targets; the loader gave dict", *words)
+    assert not Path("a").exists()
 
 
 def test_data_that_is_no_number_is_named(capsys):
@@ -196,7 +223,7 @@ def test_an_export_does_not_replace_the_checkpoint(capsys):
     assert run(capsys, "evaluate", "a")[0] == 0
 
 
-@pytest.mark.parametrize("factory", ["split", "sampled"])
+@pytest.mark.parametrize("factory", ["split", "sampled", "persistent"])
 def test_whatever_loaders_draw_from_is_seeded(capsys, factory):
     words = ["train", "models.py:make", "--data", f"loaders.py:{factory}", "--epochs", "3", "--json"]
     whole = json.loads(run(capsys, *words, "--out", "whole")[1])

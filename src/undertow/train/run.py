@@ -22,7 +22,7 @@ from undertow.errors import DataError
 from undertow.runtime.measure import measure_call
 from undertow.train.checkpoint import Checkpoint, Place, collect_tensors, restore, save_checkpoint
 from undertow.train.config import TrainConfig
-from undertow.train.diagnosis import explain_not_finite, has_finite_weights
+from undertow.train.diagnosis import check_first_weights, explain_not_finite, has_finite_weights
 from undertow.train.evaluation import Evaluator, check_labels
 from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
@@ -129,6 +129,7 @@ class Run:
 
     def prepare(self) -> None:
         """Check model and data, and plan the step: whatever can be refused is refused before there is a folder."""
+        check_first_weights(self.workload.model)
         if not self.batches_per_epoch:
             raise DataError(f"an epoch has {len(self.feed)} batches, an update takes {self.config.accumulate}")
         batch = next(self.test_feed.batches(0, 0), None)
