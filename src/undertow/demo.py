@@ -90,7 +90,8 @@ def main() -> int:
     last = train(folder, replace(CONFIG, budget=budget), make_display())
     accuracy = last.place.test_accuracy or 0.0
     print(f"   accuracy on the test split {accuracy:.2%}, {last.place.seconds:.0f} s of training, in {folder}")
-    print(f"\nNext: undertow report {folder} --html    undertow train --help    docs/first-five-minutes.md")
+    print("\nNext: source .venv/bin/activate, for the command undertow; then")
+    print(f"   undertow report {folder} --html    undertow train --help    docs/first-five-minutes.md")
     return 0 if is_same and is_within and is_exact and accuracy >= LEAST_ACCURACY else 1
 
 

@@ -6,6 +6,8 @@ UndertowError
 ├── CallError (TypeError)   a call to Undertow itself is wrong; names the argument
 ├── DataError               a file of data or weights is missing, damaged, or refused; names the file and the place
 ├── FolderError             a run's folder cannot be read or written; says what of the run survives
+├── OutputError             stdout or stderr cannot be written
+│   └── ClosedPipe          nobody reads it any more
 ├── NotFinite               the loss is no number any more; names the operation that produced the first such value
 ├── InfeasibleBudget        no plan fits the budget; says the least that does, and the ways out
 ├── ProgramError            a Program is malformed; a defect in Undertow
@@ -41,6 +43,14 @@ class DataError(UndertowError):
 
 class FolderError(UndertowError):
     """A run's folder cannot be read or written."""
+
+
+class OutputError(UndertowError):
+    """Stdout or stderr cannot be written."""
+
+
+class ClosedPipe(OutputError):
+    """Nobody reads stdout or stderr any more."""
 
 
 class NotFinite(UndertowError):

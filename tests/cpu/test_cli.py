@@ -239,6 +239,29 @@ def test_the_installed_command():
     assert "Traceback" not in done.stderr
 
 
+FULL = "undertow: stdout cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "words, code, err",
+    [
+        ("version >/dev/full", 5, FULL),
+        ("--help >/dev/full", 5, FULL),
+        ("version --json >/dev/full", 5, json.dumps({"error": FULL.removeprefix("undertow: ").rstrip()}) + "\n"),
+        ("version | true", 141, ""),
+        ("inspect vgg61 2>&1 | true", 141, ""),
+        ("inspect vgg61 2>/dev/full", 5, ""),
+        ("inspect vgg61 2>&-", 2, ""),
+        ("version >&-", 0, ""),
+    ],
+)
+def test_streams_that_cannot_be_written(words, code, err):
+    # The second process of the pipe is gone before the first has anything to write.
+    script = f"set -o pipefail; {sys.executable} -m undertow {words}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", err)
+
+
 def test_help_needs_no_torch():
     # The package without its `__init__`, which is not the command line's to answer for.
     program = (

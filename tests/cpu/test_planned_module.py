@@ -155,6 +155,30 @@ def test_new_shapes_are_captured():
     run_both(pair(), lambda model: [model(torch.ones(size, 8)).sum().backward() for size in (2, 5, 2)])
 
 
+def test_dropped_layers_are_captured_once_for_each_pattern():
+    recorded = []
+
+    class LayerDrop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            dropped = [bool(torch.rand(()) < 0.5) for _ in self.layers] if self.training else [False] * 3
+            recorded.append((self.training, *dropped))  # Python runs when a way through the model is recorded
+            for layer, is_dropped in zip(self.layers, dropped, strict=True):
+                x = x if is_dropped else layer(x)
+            return x.sum()
+
+    torch.manual_seed(0)
+    model, x = LayerDrop(), torch.randn(4, 8, requires_grad=True)
+    planned = ut.plan(model, (x,))
+    for _ in range(60):
+        planned.train()(x).backward()
+        planned.eval()(x)
+    assert len(recorded) == len(set(recorded)) == 9
+
+
 def test_python_attributes_are_part_of_the_capture():
     def act(model):
         model[3].p = 0.9

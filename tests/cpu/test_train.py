@@ -21,6 +21,7 @@ from undertow.data.opening import open_data
 from undertow.train.config import TrainConfig
 from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
+from undertow.train.interrupts import Interrupts
 from undertow.train.losses import make_loss
 from undertow.train.optimizing import group_parameters, learning_rate, make_optimizer, set_learning_rate
 from undertow.train.weights import hash_tensors
@@ -38,6 +39,8 @@ class Diverging(nn.Linear):
 
 def diverging(): return nn.Sequential(nn.Linear(12, 8), Diverging(8, 4))
 def narrow(): return nn.Linear(12, 3)
+def bfloat16(): return make().bfloat16()
+def regression(): return nn.Linear(12, 1).bfloat16()
 def images(): return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2)), (torch.zeros(1, 3, 8, 8),)
 """
 LOADERS = """
@@ -161,6 +164,40 @@ def test_loaders_of_ones_own_resume_too(capsys):
     assert run(capsys, "evaluate", "whole")[0] == 0
 
 
+@pytest.mark.parametrize("model", ["models.py:make", "models:make"])
+def test_the_files_that_a_run_names_are_said(capsys, folder, model):
+    words = ["train", model, "--data", "loaders.py:make", "--max-steps", "2", "--out", "a"]
+    code, _, err = run(capsys, *words)
+    assert code == 0 and str(folder) not in err
+    names = [f"make is from {folder / name}.py" for name in ("models", "loaders")]
+    for words in (("train", "--resume", "a", "--max-steps", "3"), ("evaluate", "a")):
+        code, _, err = run(capsys, *words)
+        assert code == 0 and [line for line in err.splitlines() if "is from" in line] == names
+    code, _, err = run(capsys, "report", "a")
+    assert code == 0 and err.splitlines() == names[:1]
+    assert run(capsys, *PLAN[:4], "--max-steps", "2", "--out", "b")[0] == 0
+    code, _, err = run(capsys, "predict", "b", "data.npz")
+    assert code == 0 and err.splitlines() == names[:1]
+
+
+def test_a_model_in_bfloat16(capsys):
+    words = ["train", "models.py:bfloat16", "--data", "data.npz", "--epochs", "3", "--optimizer", "adamw", "--json"]
+    code, out, err = run(capsys, *words, "--out", "whole", "--budget", "200KiB")
+    assert code == 0, err
+    config = TrainConfig("models.py:bfloat16", data="data.npz", epochs=3, optimizer="adamw")
+    assert json.loads(out)["weights_sha256"] == train_eagerly(config)[1]
+    assert run(capsys, *words, "--out", "parts", "--budget", "200KiB", "--max-steps", "4")[0] == 0
+    code, resumed, _ = run(capsys, "train", "--resume", "parts", "--json", "--max-steps", "1000")
+    assert code == 0 and json.loads(resumed)["weights_sha256"] == json.loads(out)["weights_sha256"]
+    code, evaluated, _ = run(capsys, "evaluate", "whole", "--json")
+    assert code == 0 and json.loads(evaluated)["test_loss"] == json.loads(out)["test_loss"]
+    assert run(capsys, "predict", "whole", "data.npz")[0] == run(capsys, "report", "whole")[0] == 0
+    x = numpy.load("data.npz")["x"]
+    numpy.savez("numbers.npz", x=x, y=x[:, :1])
+    words = ["train", "models.py:regression", "--data", "numbers.npz", "--loss", "mse_loss", "--out", "numbers"]
+    assert run(capsys, *words)[0] == 0
+
+
 def test_records_of_a_killed_run_are_cut_back(capsys):
     train(capsys, "--out", "a", "--max-steps", "5")
     with open("a/metrics.jsonl", "a") as file:
@@ -205,6 +242,57 @@ def test_ctrl_c_saves_and_stops(capsys, monkeypatch):
     monkeypatch.setattr(Run, "run_batches", twice)
     refuse(capsys, 130, "stopped at once", *PLAN, "--out", "b")
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_sigterm_saves_and_stops_however_often(capsys, monkeypatch):
+    from undertow.train.run import Run
+
+    whole = train(capsys, "--out", "whole")
+    before, plain = signal.getsignal(signal.SIGTERM), Run.run_batches
+
+    def terminated(self, group):
+        if self.place.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, group)
+
+    monkeypatch.setattr(Run, "run_batches", terminated)
+    code, out, err = run(capsys, *PLAN, "--out", "a", "--json")
+    assert code == 143 and json.loads(out)["stopped"] == "terminated" and json.loads(out)["steps"] == 4
+    assert signal.getsignal(signal.SIGTERM) is before
+    monkeypatch.setattr(Run, "run_batches", plain)
+    code, out, _ = run(capsys, "train", "--resume", "a", "--json")
+    assert code == 0 and json.loads(out)["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_signals_that_are_ignored_stay_so(capsys, monkeypatch):
+    # As a shell that is no terminal's starts a command in the background.
+    from undertow.train.run import Run
+
+    plain = Run.run_batches
+
+    def interrupted(self, group):
+        os.kill(os.getpid(), signal.SIGINT)
+        return plain(self, group)
+
+    monkeypatch.setattr(Run, "run_batches", interrupted)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code, out, _ = run(capsys, *PLAN, "--out", "a", "--json")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == 0 and json.loads(out)["stopped"] == "finished"
+
+
+def test_a_process_that_a_loader_forked_dies_of_sigterm():
+    with Interrupts() as interrupts:
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert not interrupts.asked
 
 
 def test_early_stopping(capsys):
@@ -348,6 +436,24 @@ def test_images_from_folders_to_predictions(capsys):
     assert code == 0 and out.startswith("images/dark/3.png: dark ") and "light" in out
     refuse(capsys, 3, "there is no input", "predict", "a", "missing.png")
     refuse(capsys, 3, "cannot be decoded", "predict", "a", "models.py")
+
+
+def test_an_array_file_means_the_same_to_every_command(capsys):
+    # Digits count to 16, and so do they in an array of bytes, which would otherwise be taken to count to 255.
+    words = ["train", "lenet300", "--batch", "32", "--epochs", "2", "--out", "a", "--json"]
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    test = open_data("digits", (1, 28, 28)).test
+    arrays = {"x_train": test.inputs, "y_train": test.targets, "x_test": test.inputs, "y_test": test.targets}
+    numpy.savez("digits.npz", **{name: item.numpy() for name, item in arrays.items()})
+    code, evaluated, _ = run(capsys, "evaluate", "a", "--data", "digits.npz", "--json")
+    assert code == 0 and json.loads(evaluated)["test_loss"] == json.loads(out)["test_loss"]
+    code, predicted, _ = run(capsys, "predict", "a", "digits.npz", "--json")
+    right = [
+        item["classes"][0]["class"] == str(int(label))
+        for item, label in zip(json.loads(predicted), test.targets, strict=True)
+    ]
+    assert code == 0 and sum(right) / len(right) == json.loads(out)["test_accuracy"]
 
 
 def test_a_character_model(capsys):

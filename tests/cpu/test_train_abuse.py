@@ -29,6 +29,13 @@ print("loaded")
 
 def make(): return nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 4))
 def one(): return nn.Linear(12, 1)
+def frozen(): return nn.Linear(12, 4).requires_grad_(False)
+
+def broken():
+    model = make()
+    model[4].weight.data[2, 3] = float("nan")
+    return model
+
 def images(): return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 3)), (torch.zeros(1, 3, 8, 8),)
 
 class Steep(nn.Linear):
@@ -79,6 +86,17 @@ def split():
     order = numpy.random.permutation(96)
     return loaders(x[order[:64]] + random.random(), y[order[:64]])[0], loaders(x[order[64:]], y[order[64:]])[1]
 
+class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(12), y
+
+def persistent():
+    data = Noisy(*draw())
+    return DataLoader(data, 16, shuffle=True, num_workers=1, persistent_workers=True), loaders(*draw())[1]
+
+def dictionaries(): return [{"x": 1}], [{"x": 1}]
+
 def sampled():
     data = TensorDataset(*draw())
     order = RandomSampler(data, generator=torch.Generator().manual_seed(5))
@@ -111,6 +129,15 @@ def test_weights_that_are_no_numbers_are_not_saved(capsys, more):
     refuse(capsys, 4, "the weights after step 1 are not finite: in step 1 the update made weights", *words)
     checkpoint = RunFolder(Path("a")).read_checkpoint()
     assert checkpoint.place.step == 0 and all(item.isfinite().all() for item in checkpoint.weights().values())
+
+
+def test_models_that_cannot_be_trained(capsys):
+    message = "parameter 4.weight holds numbers that are not finite before the first step"
+    refuse(capsys, 4, message, "train", "models.py:broken", "--data", "data.npz", "--out", "a")
+    refuse(capsys, 2, "there is nothing to train", "train", "models.py:frozen", "--data", "data.npz", "--out", "a")
+    words = ["train", "models.py:make", "--data", "loaders.py:dictionaries", "--out", "a"]
+    refuse(capsys, 3, "inputs and targets; the loader gave dict", *words)
+    assert not Path("a").exists()
 
 
 def test_data_that_is_no_number_is_named(capsys):
@@ -174,13 +201,29 @@ def test_stdout_is_the_results_alone(capsys):
     assert json.loads(run(capsys, "evaluate", "a", "--json")[1])["examples"] == 24
 
 
+def test_a_run_whose_output_nobody_takes(capsys):
+    whole = train(capsys, "--out", "whole")
+    start = f"set -o pipefail; {sys.executable} -m undertow {' '.join(PLAN)}"
+    done = subprocess.run(["bash", "-c", f"{start} --out a >/dev/full"], capture_output=True, text=True)
+    assert done.returncode == 5 and done.stderr.endswith(
+        "\nundertow: stdout cannot be written: No space left on device\n"
+    )
+    assert "Traceback" not in done.stderr
+    done = subprocess.run(["bash", "-c", f"{start} --out b 2>&1 | true"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert run(capsys, *PLAN, "--out", "b")[0] == 0  # its first line, before there was a folder, could not be written
+    for name in ("a", "b"):
+        code, out, _ = run(capsys, "export", name, "w.safetensors", "--json")
+        assert code == 0 and json.loads(out)["weights_sha256"] == whole["weights_sha256"]
+
+
 def test_an_export_does_not_replace_the_checkpoint(capsys):
     train(capsys, "--out", "a")
     refuse(capsys, 2, "the run's own checkpoint", "export", "a", "a/checkpoint.safetensors")
     assert run(capsys, "evaluate", "a")[0] == 0
 
 
-@pytest.mark.parametrize("factory", ["split", "sampled"])
+@pytest.mark.parametrize("factory", ["split", "sampled", "persistent"])
 def test_whatever_loaders_draw_from_is_seeded(capsys, factory):
     words = ["train", "models.py:make", "--data", f"loaders.py:{factory}", "--epochs", "3", "--json"]
     whole = json.loads(run(capsys, *words, "--out", "whole")[1])
@@ -335,6 +378,63 @@ def test_a_name_that_is_no_text(capsys):
     assert run(capsys, "predict", "a", "new")[0] == 0
 
 
+def rewrite(path, change):
+    arrays = dict(numpy.load(path))
+    change(arrays)
+    numpy.savez(path, **arrays)
+
+
+def drop_example(arrays):
+    arrays.update(x=arrays["x"][:-1], y=arrays["y"][:-1])
+
+
+def change_number(arrays):
+    arrays["x"][77, 5] += 1
+
+
+def change_label(arrays):
+    arrays["y"][77] = 3 - arrays["y"][77]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (drop_example, "test examples: 24 then, 23 now"),
+        (change_number, "hash: "),
+        (change_label, "hash: "),
+    ],
+)
+def test_data_that_changed_since_the_run_began(capsys, change, message):
+    train(capsys, "--out", "a")
+    before = Path("a/checkpoint.safetensors").read_bytes()
+    rewrite("data.npz", lambda arrays: None)  # the same numbers in another file
+    assert run(capsys, "train", "--resume", "a", "--epochs", "3")[0] == 0
+    rewrite("data.npz", change)
+    refuse(capsys, 3, message, "train", "--resume", "a", "--epochs", "4")
+    assert Path("a/checkpoint.safetensors").read_bytes() == before
+    assert run(capsys, "evaluate", "a")[0] == 0
+
+
+def test_files_and_loaders_that_changed_since_the_run_began(capsys):
+    make_images("data")
+    words = ["train", "models.py:images", "--data", "data", "--batch", "4", "--max-steps", "2"]
+    assert run(capsys, *words, "--out", "a")[0] == run(capsys, "train", "--resume", "a", "--max-steps", "3")[0] == 0
+    Path("data/dark/3.png").write_bytes(Path("data/light/3.png").read_bytes())
+    refuse(capsys, 3, "hash: ", "train", "--resume", "a", "--max-steps", "4")
+
+    Path("input.txt").write_text("to be or not to be, " * 200)
+    words = ["train", "char_gpt", "--data", "input.txt", "--batch", "8", "--max-steps", "2"]
+    assert run(capsys, *words, "--out", "b")[0] == 0
+    Path("input.txt").write_text("TO BE OR NOT TO BE, " * 200)
+    refuse(capsys, 3, "hash: ", "train", "--resume", "b", "--max-steps", "3")
+
+    words = ["train", "models.py:make", "--data", "loaders.py:sampled", "--max-steps", "2"]
+    assert run(capsys, *words, "--out", "c")[0] == 0
+    Path("loaders.py").write_text(LOADERS.replace("randn(96", "randn(80"))
+    message = "training batches: 6 then, 5 now; training examples: 96 then, 80 now"
+    refuse(capsys, 3, message, "train", "--resume", "c", "--max-steps", "3")
+
+
 def change_step(checkpoint):
     checkpoint.place.step = -5
 
@@ -343,13 +443,14 @@ def change_step(checkpoint):
     "change",
     [
         lambda checkpoint: checkpoint.about.clear(),
+        lambda checkpoint: checkpoint.about.pop("data"),
         lambda checkpoint: checkpoint.about["environment"].update(num_threads=0),
         lambda checkpoint: checkpoint.tensors.pop("generator/cpu"),
         lambda checkpoint: checkpoint.tensors.update({"optimizer/77/momentum_buffer": torch.zeros(3)}),
         lambda checkpoint: checkpoint.tensors.update({"optimizer/0/momentum_buffer": torch.zeros(3)}),
         change_step,
     ],
-    ids=["empty", "threads", "generator", "index", "shape", "step"],
+    ids=["empty", "data", "threads", "generator", "index", "shape", "step"],
 )
 def test_checkpoints_with_a_right_hash_and_a_wrong_state(capsys, change):
     train(capsys, "--out", "a")

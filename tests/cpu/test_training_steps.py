@@ -159,6 +159,16 @@ def test_optimizers_that_cannot_step(make_optimizer, reason):
         ut.train_step(model, (torch.randn(2, 4),), loss=torch.sum, optimizer=make_optimizer(model.parameters()))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_capturable_optimizers_are_for_gpus(kind):
+    model, x = nn.Linear(4, 3), torch.randn(2, 4)
+    optimizer = kind(model.parameters(), capturable=True)
+    with pytest.raises(ut.CallError, match="capturable=True.* leave capturable out"):
+        ut.train_step(model, (x,), loss=torch.sum, optimizer=optimizer)
+    with pytest.raises(ut.CallError, match="capturable=True.* leave capturable out"):
+        ut.plan(model, (x,), optimizer=optimizer)
+
+
 def test_the_refusal_of_a_step_without_an_optimizer_asks_for_one():
     with pytest.raises(ut.InfeasibleBudget, match=r"with an optimizer \(SGD, Adam, AdamW\) and neither clip_norm"):
         ut.train_step(nn.Linear(64, 64), (torch.randn(2, 64),), loss=torch.sum, budget=1, costs="model")

@@ -46,7 +46,7 @@ def check_arguments(args: Any, kwargs: Any) -> None:
 
 
 def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
-    """Raise CallError unless `optimizer` is None, or an optimizer that holds parameters of the model."""
+    """Raise CallError unless `optimizer` is None, or one that holds parameters of the model and can step them."""
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -54,6 +54,12 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise CallError("optimizer holds no parameter of the model: make it from model.parameters()")
+    for group in optimizer.param_groups:
+        if group.get("capturable") and any(parameter.device.type == "cpu" for parameter in group["params"]):
+            raise CallError(
+                f"optimizer {type(optimizer).__name__} has capturable=True, which is for CUDA graphs, and parameters "
+                f"on the CPU, where PyTorch refuses to step; leave capturable out"
+            )
 
 
 def check_training(model: torch.nn.Module, optimizer: Any, loss: Any, targets: Any) -> None:

@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from enum import StrEnum
 from importlib.metadata import version as version_of
 from typing import Annotated, Any
@@ -17,9 +18,9 @@ from typing import Annotated, Any
 import typer
 
 from undertow.cli.exits import CHECK_FAILED, DONE, WRONG_CALL, exit_code
-from undertow.cli.printing import print_data, print_result, report_error, write_page
+from undertow.cli.printing import print_data, print_result, report_error, write, write_page
 from undertow.cli.run_commands import add_run_commands
-from undertow.errors import GradientCheckFailed, InfeasibleBudget, UndertowError
+from undertow.errors import ClosedPipe, GradientCheckFailed, InfeasibleBudget, OutputError, UndertowError
 
 # What every complaint about the words themselves derives from; older versions of typer take it from click.
 UsageError: Any = typer.BadParameter.__base__
@@ -61,11 +62,26 @@ OptimizerOption = Annotated[OptimizerName | None, typer.Option(help="Count this 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    # A stream that was closed before the start is None.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    try:
+        return _run(words)
+    except OutputError as error:  # of stderr: nobody can be told
+        return exit_code(error)
+
+
+def _run(words: list[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes two lines to stderr whenever it runs
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may hold bytes that are no text
+    output = io.StringIO()
     try:
-        return app(words, prog_name="undertow", standalone_mode=False)
+        with redirect_stdout(output):
+            code = app(words, prog_name="undertow", standalone_mode=False)
+        write(output.getvalue(), sys.stdout)
+        return code
+    except ClosedPipe:
+        raise
     except UsageError as error:
         report_error(f"{error.format_message().rstrip('.')}; see undertow --help", "--json" in words)
         return WRONG_CALL

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from undertow.errors import DataError, FolderError, InfeasibleBudget, NotFinite, UndertowError
+from undertow.errors import ClosedPipe, DataError, FolderError, InfeasibleBudget, NotFinite, OutputError, UndertowError
 
 DONE = 0
 CHECK_FAILED = 1  # the check failed, or the budget cannot be met
 WRONG_CALL = 2  # an unknown model, option or config key, a model that cannot be run
 BAD_DATA = 3  # data or weights are missing, damaged, or refused
 NOT_FINITE = 4  # the loss is no number any more
-NO_FOLDER = 5  # the run's folder cannot be written
+NO_FOLDER = 5  # the run's folder, or stdout, cannot be written
 INTERRUPTED = 130  # Ctrl-C; as shells count it, 128 + SIGINT
+CLOSED_PIPE = 141  # 128 + SIGPIPE, of which other tools die here
+TERMINATED = 143  # 128 + SIGTERM
 
 
 def exit_code(error: UndertowError) -> int:
@@ -20,5 +22,7 @@ def exit_code(error: UndertowError) -> int:
         DataError: BAD_DATA,
         NotFinite: NOT_FINITE,
         FolderError: NO_FOLDER,
+        OutputError: NO_FOLDER,
+        ClosedPipe: CLOSED_PIPE,
     }
     return codes.get(type(error), WRONG_CALL)

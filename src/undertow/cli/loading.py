@@ -130,7 +130,7 @@ def find_in_zoo(name: str) -> ZooModel:
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise CallError(f"there is no file {path}")
+        raise CallError(f"there is no file {path}" + ("" if path.is_absolute() else f" in {os.getcwd()}"))
     spec = importlib.util.spec_from_file_location(f"undertow_model_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

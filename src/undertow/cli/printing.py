@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
-from undertow.errors import CallError
+from undertow.errors import CallError, ClosedPipe, OutputError
+
+
+def write(text: str, stream: TextIO) -> None:
+    """Bring text to stdout or stderr; raises OutputError if it does not get there."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        # What is left in the stream would be written, and complained about, once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise ClosedPipe("nobody reads the output any more") from None
+        raise OutputError(f"{stream.name.strip('<>')} cannot be written: {error.strerror}") from None
 
 
 def print_result(result: Any, is_json: bool) -> None:
@@ -23,7 +37,7 @@ def print_data(data: Any) -> None:
 def report_error(message: str, is_json: bool) -> None:
     """One line on stderr."""
     line = " ".join(message.split())
-    print(json.dumps({"error": line}) if is_json else f"undertow: {line}", file=sys.stderr)
+    write((json.dumps({"error": line}) if is_json else f"undertow: {line}") + "\n", sys.stderr)
 
 
 def write_page(path: str, text: str) -> None:

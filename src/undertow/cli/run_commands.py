@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from undertow.cli.exits import DONE, INTERRUPTED
+from undertow.cli.exits import DONE, INTERRUPTED, TERMINATED
 from undertow.cli.printing import print_data, print_result, report_error
 from undertow.errors import CallError
 from undertow.train.config import CLASS_LOSSES, TrainConfig, check_resumed, make_config, read_config_file
@@ -86,12 +86,12 @@ def train_command(
         report_error("stopped at once; the last checkpoint, if there is one, is kept", is_json)
         return INTERRUPTED
     print_result(result, is_json)
-    return INTERRUPTED if result.place.stopped == "interrupted" else DONE
+    return {"interrupted": INTERRUPTED, "terminated": TERMINATED}.get(result.place.stopped, DONE)
 
 
 def _train(settings: TrainConfig, is_resumed: bool) -> Any:
     from undertow.cli.loading import running
-    from undertow.cli.workloads import load_workload
+    from undertow.cli.workloads import load_workload, say_code
     from undertow.train.folder import RunFolder, new_folder
     from undertow.train.progress import make_display
     from undertow.train.run import Run, use_threads_of
@@ -103,7 +103,10 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
             use_threads_of(folder)
         else:
             folder.check_is_free()
-        run = Run(settings, load_workload(settings), folder, make_display())
+        workload = load_workload(settings)
+        if is_resumed:
+            say_code(settings.model, settings.data)
+        run = Run(settings, workload, folder, make_display())
         if folder.checkpoint_path.exists():
             run.resume()
         run.prepare()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,6 +83,15 @@ def _seed(seed: int) -> None:
     random.seed(seed)
 
 
+def say_code(*names: str) -> None:
+    """Say on stderr which files were run: a run's folder named them, and the user of the folder may not know it."""
+    for name in names:
+        place, _, attribute = name.rpartition(":")
+        if place:
+            file = Path(place).resolve() if place.endswith(".py") else sys.modules[place].__file__
+            print(f"{attribute} is from {file}", file=sys.stderr)
+
+
 @dataclass(frozen=True)
 class Trained:
     """A run that has been trained; the model has the weights of its last checkpoint."""
@@ -109,6 +119,7 @@ def load_trained(run: str) -> Trained:
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder.checkpoint_path} is refused: it does not say how data is read ({error})") from None
     model = _build(config, classes, preparation is not None and preparation.vocabulary is not None)
+    say_code(config.model)
     load_weights(model, checkpoint.weights(), str(folder.checkpoint_path))
     return Trained(config, checkpoint, model, preparation, classes)
 
@@ -116,12 +127,16 @@ def load_trained(run: str) -> Trained:
 def load_test_batches(trained: Trained, name: str) -> Iterable[Any]:
     """The test data called `name`, prepared as the run's own was."""
     if ":" in name:
-        return _make_loaders(name, trained.config.seed)[1]
+        loader = _make_loaders(name, trained.config.seed)[1]
+        say_code(name)
+        return loader
     if trained.preparation is None:
         raise CallError(f"the run was trained on loaders of its own; give --data file.py:factory, not {name}")
     source = open_data(name, trained.preparation.shape, trained.preparation.vocabulary)
     if source.classes is not None and trained.classes is not None and source.classes != trained.classes:
         raise DataError(f"{name} has the classes {', '.join(source.classes)}; the run has {', '.join(trained.classes)}")
     if isinstance(source.test, Arrays | Images):
-        source.test.preparation = replace(trained.preparation, scale=source.preparation.scale)
+        # The pixels of images count to what their format says, the numbers of an array to what the run's own did.
+        scale = trained.preparation.scale if name.endswith(".npz") else source.preparation.scale
+        source.test.preparation = replace(trained.preparation, scale=scale)
     return make_test_loader(source.test, trained.config.batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from undertow.errors import DataError
 
 TEST_SHARE = 0.2
 SPLIT_SEED = 0
+HASHED_BYTES = 64 << 20  # of an array, which takes a tenth of a second
 
 
 class Examples(Dataset[Any]):
@@ -27,6 +29,10 @@ class Examples(Dataset[Any]):
 
     @abstractmethod
     def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A hash by which other examples are known; of large data only a part is looked at."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = self.__getitems__([index])
@@ -44,7 +50,10 @@ class Arrays(Examples):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = torch.as_tensor(indices)
-        return self.preparation(self.inputs[chosen]), self.targets[chosen]
+        return self.preparation(self.inputs[chosen]), self.preparation.cast(self.targets[chosen])
+
+    def fingerprint(self) -> str:
+        return hash_rows(self.inputs, self.targets)
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,16 @@ def split_fixed(num_examples: int) -> tuple[torch.Tensor, torch.Tensor]:
     order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(SPLIT_SEED))
     num_test = int(num_examples * TEST_SHARE)
     return order[num_test:], order[:num_test]
+
+
+def hash_rows(*arrays: torch.Tensor) -> str:
+    """The sha256 of types, shapes and elements; of an array that is too large, of rows at equal distances."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        distance = max(-(-array.nbytes // HASHED_BYTES), 1)
+        digest.update(f"{array.dtype} {list(array.shape)}\n".encode())
+        digest.update(array[::distance].contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def check_pair(what: str, num_inputs: int, num_targets: int) -> None:

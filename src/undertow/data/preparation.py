@@ -1,7 +1,7 @@
 """From stored values to what a model takes: numbers about one, in the model's number of channels and size.
 
-In: a batch as it is stored. Out: float32, (x / scale - mean) / std, resized. Plain data, so that it can be kept with a
-run and a new input be prepared in the same way years later.
+In: a batch as it is stored. Out: (x / scale - mean) / std, resized, computed in float32 and given in the model's type.
+Plain data, so that it can be kept with a run and a new input be prepared in the same way years later.
 """
 
 from __future__ import annotations
@@ -17,24 +17,35 @@ from torch.nn import functional
 from undertow.errors import DataError
 
 SAMPLE_SIZE = 1024  # examples that mean and deviation are taken from
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """`shape` is that of one prepared example. `vocabulary` is given for text: there inputs are indices into it."""
+    """`shape` and `dtype` are those of a prepared example. `vocabulary` is given for text: there inputs are indices."""
 
     shape: tuple[int, ...]
     scale: float = 1.0
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     vocabulary: str | None = None
+    dtype: str = "float32"
 
     def __call__(self, stored: torch.Tensor) -> torch.Tensor:
         """Prepare a batch."""
         if self.vocabulary is not None:
             return stored.long()
-        return self._normalise(self.resize(stored.float() / self.scale))
+        return self.cast(self._normalise(self.resize(stored.float() / self.scale)))
+
+    def cast(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers with fractions in the model's type; labels stay what they are."""
+        return numbers.to(DTYPES[self.dtype]) if numbers.is_floating_point() else numbers
 
     def resize(self, examples: torch.Tensor) -> torch.Tensor:
         """Images in the wanted channels and size; anything else in the wanted shape."""
@@ -68,7 +79,10 @@ class Preparation:
     def from_dict(data: dict[str, Any]) -> Preparation:
         """What `to_dict` gave."""
         lists = {name: tuple(data[name]) for name in ("shape", "mean", "std")}
-        return Preparation(**{**data, **lists})
+        preparation = Preparation(**{**data, **lists})
+        if preparation.dtype not in DTYPES:
+            raise ValueError(f"no model takes {preparation.dtype!r}")
+        return preparation
 
 
 def fit_images(what: str, stored: torch.Tensor, scale: float, wanted: Sequence[int] | None) -> Preparation:

@@ -5,12 +5,13 @@ An example is a stretch of the text as character numbers, its target the same st
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from undertow.data.examples import Examples, Source
+from undertow.data.examples import Examples, Source, hash_rows
 from undertow.data.preparation import Preparation
 from undertow.data.sizes import file_bytes
 from undertow.errors import DataError
@@ -27,7 +28,7 @@ def open_text(path: Path, wanted: Sequence[int] | None, vocabulary: str | None =
     vocabulary = vocabulary or "".join(sorted(set(text)))
     tokens = encode(text, vocabulary, str(path))
     middle = int(len(tokens) * TRAIN_SHARE)
-    parts = [Stretches(part, length) for part in (tokens[:middle], tokens[middle:])]
+    parts = [Stretches(part, length, vocabulary) for part in (tokens[:middle], tokens[middle:])]
     if not all(len(part) for part in parts):
         raise DataError(f"{path} has {len(tokens):,} characters, too few for stretches of {length} to train and test")
     return Source(parts[0], parts[1], Preparation((length,), vocabulary=vocabulary), tuple(vocabulary))
@@ -56,8 +57,8 @@ def encode(text: str, vocabulary: str, what: str) -> torch.Tensor:
 class Stretches(Examples):
     """Stretches of `length` that follow each other."""
 
-    def __init__(self, tokens: torch.Tensor, length: int) -> None:
-        self.tokens, self.length = tokens, length
+    def __init__(self, tokens: torch.Tensor, length: int, vocabulary: str) -> None:
+        self.tokens, self.length, self.vocabulary = tokens, length, vocabulary
         count = max((len(tokens) - 1) // length, 0)
         self.targets = tokens[1 : 1 + count * length].view(count, length)
         self._inputs = tokens[: count * length].view(count, length)
@@ -68,3 +69,6 @@ class Stretches(Examples):
     def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = torch.as_tensor(indices)
         return self._inputs[chosen], self.targets[chosen]
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{hash_rows(self.tokens)} {self.vocabulary}".encode()).hexdigest()

@@ -88,6 +88,13 @@ def has_nan(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
 
 
+def check_first_weights(model: torch.nn.Module) -> None:
+    """Raise NotFinite if a parameter is bad before it was ever updated."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not are_finite([parameter.detach()]):
+            raise NotFinite(f"parameter {name} holds numbers that are not finite before the first step")
+
+
 def has_finite_weights(model: torch.nn.Module) -> bool:
     """Whether every trained parameter is finite; buffers may be masks of infinities."""
     return are_finite(parameter.detach() for parameter in model.parameters() if parameter.requires_grad)

@@ -70,6 +70,9 @@ class Feed:
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(_derive_seed(self.seed, epoch))
+        if getattr(self.loader, "persistent_workers", False):
+            # They would go on drawing where the last epoch left them, and a resumed run has not seen that epoch.
+            self.loader._iterator = None  # type: ignore[attr-defined]
         with _drawing_from(states):
             iterator = iter(self.loader)
             for _ in range(num_skipped):
@@ -85,7 +88,9 @@ class Feed:
 def check_batch(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch of a loader as inputs and targets."""
     if not isinstance(batch, Sequence) or len(batch) != 2 or not all(isinstance(x, torch.Tensor) for x in batch):
-        raise DataError("a batch must be a pair of tensors, inputs and targets; the loader gave something else")
+        parts = batch if isinstance(batch, tuple | list) else [batch]
+        found = ", ".join(type(part).__name__ for part in parts)
+        raise DataError(f"a batch must be a pair of tensors, inputs and targets; the loader gave {found or 'nothing'}")
     inputs, targets = batch
     return inputs, targets
 

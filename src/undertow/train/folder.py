@@ -5,6 +5,9 @@ checkpoint.safetensors    the run after its last saved step
 metrics.jsonl             a line for each step and each evaluation
 lock                      held by the process that trains here
 events.out.tfevents.*     the same for TensorBoard
+
+Where config.json names a factory, going on with the run or loading its model runs that factory: a folder from a
+stranger is to be trusted as a script is. Nothing else in it is run.
 """
 
 from __future__ import annotations

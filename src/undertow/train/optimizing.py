@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from undertow.errors import CallError
 from undertow.train.config import DEFAULT_MOMENTUM, TrainConfig
 
 NORMS = (
@@ -25,6 +26,8 @@ STEP_PLACES = (0.5, 0.75)
 def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer over all parameters that are trained, those that decay and those that do not in two groups."""
     groups = group_parameters(model, config.decay_all)
+    if not any(groups.values()):
+        raise CallError("the model has no parameter that requires a gradient: there is nothing to train")
     parameters = [
         {"params": members, "weight_decay": config.weight_decay if decays else 0.0}
         for decays, members in groups.items()

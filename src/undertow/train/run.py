@@ -22,19 +22,19 @@ from undertow.errors import DataError
 from undertow.runtime.measure import measure_call
 from undertow.train.checkpoint import Checkpoint, Place, collect_tensors, restore, save_checkpoint
 from undertow.train.config import TrainConfig
-from undertow.train.diagnosis import explain_not_finite, has_finite_weights
+from undertow.train.diagnosis import check_first_weights, explain_not_finite, has_finite_weights
 from undertow.train.evaluation import Evaluator, check_labels
 from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
-from undertow.train.interrupts import Interrupts
+from undertow.train.interrupts import REASONS, Interrupts
 from undertow.train.losses import make_loss
 from undertow.train.optimizing import learning_rate, make_optimizer, set_learning_rate
 from undertow.train.progress import Display, StepView
 from undertow.train.records import Records
 from undertow.train.weights import hash_tensors
-from undertow.train.workload import Workload, check_workload
+from undertow.train.workload import Workload, check_same_data, check_workload
 
-FINISHED, EARLY, INTERRUPTED = "finished", "no lower test loss", "interrupted"
+FINISHED, EARLY = "finished", "no lower test loss"
 MEASURED_STEP = 2  # the first makes the optimizer's state
 
 
@@ -113,8 +113,10 @@ class Run:
 
     def resume(self) -> None:
         """Take up the last checkpoint; a run that had ended goes on if it was given more epochs or patience."""
-        self.restore(self.folder.read_checkpoint())
-        if self.place.stopped == INTERRUPTED or not self._is_over():
+        checkpoint = self.folder.read_checkpoint()
+        check_same_data(checkpoint.about.get("data"), self._about["data"], str(self.folder.path))
+        self.restore(checkpoint)
+        if self.place.stopped in REASONS.values() or not self._is_over():
             self.place.stopped = ""
         self.display.say(f"going on after step {self.place.step} of {self.num_steps}")
 
@@ -127,6 +129,7 @@ class Run:
 
     def prepare(self) -> None:
         """Check model and data, and plan the step: whatever can be refused is refused before there is a folder."""
+        check_first_weights(self.workload.model)
         if not self.batches_per_epoch:
             raise DataError(f"an epoch has {len(self.feed)} batches, an update takes {self.config.accumulate}")
         batch = next(self.test_feed.batches(0, 0), None)
@@ -137,7 +140,7 @@ class Run:
             self._plan(*next(self.feed.batches(self.place.epoch, 0)))
 
     def train(self) -> TrainResult:
-        """Train to the end, or until Ctrl-C."""
+        """Train to the end, or until a signal."""
         self._records = Records(self.folder, self.place.step, self.place.test_step == self.place.step)
         try:
             with Interrupts() as interrupts:
@@ -164,8 +167,7 @@ class Run:
             place.stopped = EARLY if self._is_stuck() else FINISHED
         else:
             self._train_epoch(interrupts)
-        if interrupts.is_asked and not place.stopped:
-            place.stopped = INTERRUPTED
+        place.stopped = place.stopped or interrupts.asked
 
     def _is_stuck(self) -> bool:
         return self.config.patience is not None and self.place.num_worse_epochs >= self.config.patience
@@ -174,7 +176,7 @@ class Run:
         return self.place.step >= self.num_steps or (self.place.batch == 0 and self._is_stuck())
 
     def _train_epoch(self, interrupts: Interrupts) -> None:
-        """Steps up to the end of the epoch, of the run, or Ctrl-C."""
+        """Steps up to the end of the epoch, of the run, or a signal."""
         place, config = self.place, self.config
         last_save = place.step
         group: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -184,7 +186,7 @@ class Run:
                 continue
             self._update(group)
             group = []
-            if interrupts.is_asked or place.step >= self.num_steps or place.batch == self.batches_per_epoch:
+            if interrupts.asked or place.step >= self.num_steps or place.batch == self.batches_per_epoch:
                 return
             if config.save_every is not None and place.step - last_save >= config.save_every:
                 self.save()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from undertow.data.examples import Examples, Source
-from undertow.data.preparation import Preparation
+from undertow.data.examples import Arrays, Examples, Source
+from undertow.data.images import Images
+from undertow.data.preparation import DTYPES, Preparation
 from undertow.errors import DataError
 from undertow.train.evaluation import Evaluator, check_labels
 from undertow.train.feeding import make_test_loader, make_train_loader
+
+NUM_DIGITS = 16  # of a hash; nobody makes data to have the same one
 
 
 @dataclass(frozen=True)
@@ -31,17 +34,57 @@ class Workload:
         return self.preparation is not None and self.preparation.vocabulary is not None
 
     def describe(self) -> dict[str, Any]:
-        """What it takes to read a new input, as plain data."""
-        preparation = None if self.preparation is None else self.preparation.to_dict()
-        return {"preparation": preparation, "classes": None if self.classes is None else list(self.classes)}
+        """What it takes to read a new input, and to tell whether the data is still the same, as plain data."""
+        return {
+            "preparation": None if self.preparation is None else self.preparation.to_dict(),
+            "classes": None if self.classes is None else list(self.classes),
+            "fingerprint": _fingerprint("training", self.train_loader) | _fingerprint("test", self.test_loader),
+        }
 
 
 def make_workload(model: torch.nn.Module, source: Source, batch: int) -> Workload:
     """A model on examples; raises DataError if there are fewer than a batch."""
     if len(source.train) < batch:
         raise DataError(f"there are {len(source.train)} training examples, fewer than a batch of {batch}")
+    preparation = replace(source.preparation, dtype=_find_dtype(model))
+    for examples in (source.train, source.test):
+        if isinstance(examples, Arrays | Images):
+            examples.preparation = preparation
     loaders = make_train_loader(source.train, batch), make_test_loader(source.test, batch)
-    return Workload(model, *loaders, source.preparation, source.classes)
+    return Workload(model, *loaders, preparation, source.classes)
+
+
+def _find_dtype(model: torch.nn.Module) -> str:
+    """The type of the model's parameters; float32 where there are several, and the model has to know itself."""
+    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return next((name for name, dtype in DTYPES.items() if found == {dtype}), "float32")
+
+
+def _fingerprint(what: str, loader: Any) -> dict[str, Any]:
+    """What tells data from other data: of a factory's loaders the lengths, since more could mean to load all of it."""
+    examples = getattr(loader, "dataset", None)
+    if isinstance(examples, Examples):
+        return {f"{what} examples": len(examples), f"{what} hash": examples.fingerprint()[:NUM_DIGITS]}
+    lengths = {f"{what} batches": len(loader)}
+    return {**lengths, f"{what} examples": len(examples)} if isinstance(examples, Sized) else lengths
+
+
+def check_same_data(before: Any, now: dict[str, Any], folder: str) -> None:
+    """Raise DataError unless the data that a run began with, as `describe` gave it, is the data of now."""
+    wanted = before.get("fingerprint") if isinstance(before, dict) else None
+    if not isinstance(wanted, dict):
+        raise DataError(f"the checkpoint in {folder} is refused: it does not say what data the run began with")
+    found = now["fingerprint"]
+    changed = [
+        f"{name}: {wanted.get(name)} then, {found.get(name)} now"
+        for name in {**wanted, **found}
+        if wanted.get(name) != found.get(name)
+    ]
+    if changed:
+        raise DataError(
+            f"the data has changed since the run in {folder} began, and it would not end in the same weights "
+            f"({'; '.join(changed)}): bring the old data back, or start a new run"
+        )
 
 
 def check_workload(workload: Workload, evaluator: Evaluator, batch: tuple[torch.Tensor, torch.Tensor]) -> int | None:
