@@ -117,6 +117,29 @@ def prepare(workload: str, way: str, mode: str) -> Callable[[], Any]:
     return peer_step
 
 
+def measure_limits(workload: str, mode: str) -> tuple[float, float, float]:
+    """GFLOP of one run by PyTorch's count, and this machine's fastest product (GFLOP/s) and copy (GB/s)."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    run = prepare(workload, "eager", mode)
+    with FlopCounterMode(display=False) as counter:
+        run()
+    size = 2048
+    x, weight = torch.randn(size, size), torch.randn(size, size)
+    ways = [lambda: torch.mm(x, weight), lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")]
+    big, other = torch.zeros(2**26), torch.ones(2**26)
+    rates = []
+    for act in (*ways, lambda: big.copy_(other)):
+        seconds = []
+        for _ in range(12):
+            start = time.perf_counter()
+            act()
+            seconds.append(time.perf_counter() - start)
+        rates.append(1e-9 / min(seconds))
+    return 1e-9 * counter.get_total_flops(), 2 * size**3 * max(rates[:2]), 8 * big.numel() * rates[2]
+
+
 def serve(workload: str, name: str, mode: str) -> None:
     """Run once whenever a line arrives, and answer with the seconds and the page faults it took."""
     run = prepare(workload, CONTESTANTS[name][0], mode)
@@ -222,6 +245,10 @@ def compare(workload: str, mode: str, names: list[str], num_rounds: int) -> dict
             if (peer, ours) in ratios:
                 low, middle, high = statistics.quantiles(ratios[peer, ours], n=4)
                 result[f"{peer} / {ours}"] = [round(item, 3) for item in (middle, low, high)]
+    gflop, products, copies = measure_limits(workload, mode)
+    result["limits"] = {"gflop": gflop, "product_gflop_per_s": products, "copy_gb_per_s": copies}
+    # Winograd's products do the same work with fewer operations: its share may exceed 1.
+    result["share_of_limit"] = {name: round(gflop / result["median_s"][name] / products, 3) for name in (*own, best)}
     return result
 
 
