@@ -1,4 +1,4 @@
-"""Second runs of batch normalisation from its saved statistics, together with what follows it: EXACT.
+"""Second runs of batch normalisation, from its saved statistics where that can be, together with what follows: EXACT.
 
 A network of convolutions, normalisations and ReLUs can keep the convolutions' outputs alone: one pass over such an
 output gives what the next convolution read. Offered for float32 on the CPU, where the kernel has PyTorch's bits.
@@ -80,6 +80,10 @@ def _norms_again(node: Node, makers: Makers) -> Iterator[Node]:
     found = _find_norm(node.outputs[0], makers)
     if found is not None:
         yield found.as_node(node)
+    elif isinstance(node.target, Mutating):
+        # A second run leaves the running statistics alone: the outputs do not depend on them in training mode.
+        args = (*node.args[:3], None, None, *node.args[5:])
+        yield replace(node, target=node.target.target, args=args, outputs=node.outputs[:3])
 
 
 def _sums_again(node: Node, makers: Makers) -> Iterator[Node]:

@@ -11,16 +11,12 @@ so that a second derivative sees how they depend on it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._prims_common import suggest_memory_format
 
-from undertow.ir import Node
-from undertow.ops.alternatives import Makers, register_second_run
-from undertow.ops.own import Mutating
 from undertow.ops.registry import (
     Call,
     Case,
@@ -239,18 +235,6 @@ register(
     )
 )
 
-
-def _without_statistics(node: Node, _: Makers) -> Iterator[Node]:
-    """A second run leaves the running statistics alone: the outputs do not depend on them in training mode."""
-    yield replace(
-        node,
-        target=aten.native_batch_norm.default,
-        args=(*node.args[:3], None, None, *node.args[5:]),
-        outputs=node.outputs[:3],
-    )
-
-
-register_second_run(Mutating(aten.native_batch_norm.default), _without_statistics)
 
 for _target in (aten._native_batch_norm_legit.default, aten._native_batch_norm_legit_functional.default):
     register(Op(_target, vjps=_BATCH_NORM_VJPS, samples=_batch_norm_samples))

@@ -86,8 +86,8 @@ def _find_curve(instance: Instance, seed: int, time_limit_s: float) -> Curve:
     bound = lower_bound_peak(instance, False).amount
 
     def descend(level: int, start: Solution) -> Solution | None:
-        tasks = [(level, start.schedule)] * (NUM_THREADS if is_refined else 1)
-        points.extend(_search_all(instance, tasks, num_moves, WARM, seed, deadline_s))
+        tasks = [_Task(level, start.schedule, num_moves)] * (NUM_THREADS if is_refined else 1)
+        points.extend(_search_all(instance, tasks, WARM, seed, deadline_s))
         return min((point for point in points if point.peak_bytes <= level), key=_speed, default=None)
 
     above = points[0]
@@ -111,46 +111,53 @@ def _find_curve(instance: Instance, seed: int, time_limit_s: float) -> Curve:
     descend((least.peak_bytes + above.peak_bytes) // 2, above)
     descend(least.peak_bytes, least)
     if is_refined:
-        tasks = _refining_tasks(_undominated(points))
-        points += _search_all(instance, tasks, num_refining, REFINING_TEMPERATURE, seed, deadline_s)
+        tasks = _refining_tasks(_undominated(points), num_refining)
+        points += _search_all(instance, tasks, REFINING_TEMPERATURE, seed, deadline_s)
     return Curve(_undominated(points), bound, time.perf_counter() < deadline_s)
 
 
-def _search_all(
-    instance: Instance,
-    tasks: Sequence[tuple[int, Int64s]],
-    num_moves: int,
-    temperature: float,
-    seed: int,
-    deadline_s: float,
-) -> list[Solution]:
-    """What searches within a budget from a schedule find, each with a seed of its own; as many at once as threads."""
+@dataclass(frozen=True)
+class _Task:
+    """A search within a budget from a schedule."""
 
-    def run(numbered: tuple[int, tuple[int, Int64s]]) -> Solution | None:
-        number, (budget_bytes, start) = numbered
+    budget_bytes: int
+    start: Int64s
+    num_moves: int
+
+
+def _search_all(
+    instance: Instance, tasks: Sequence[_Task], temperature: float, seed: int, deadline_s: float
+) -> list[Solution]:
+    """What the searches find, each with a seed of its own; as many at once as there are threads."""
+
+    def run(number: int) -> Solution | None:
         return search(
             instance,
-            budget_bytes,
+            tasks[number].budget_bytes,
             is_fixed_order=False,
-            starts=(start,),
+            starts=(tasks[number].start,),
             seed=seed + number,
-            num_moves=num_moves,
+            num_moves=tasks[number].num_moves,
             given_temperature=temperature,
             time_limit_s=deadline_s - time.perf_counter(),
         )
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
-        return [found for found in threads.map(run, enumerate(tasks)) if found is not None]
+        return [found for found in threads.map(run, range(len(tasks))) if found is not None]
 
 
-def _refining_tasks(points: Sequence[Solution]) -> list[tuple[int, Int64s]]:
-    """Budgets to search again, with starts: dear points, and halfway to the next where the curve is steep."""
+def _refining_tasks(points: Sequence[Solution], num_moves: int) -> list[_Task]:
+    """Dear points, and halfway to the next where the curve is steep; the dearer, the more moves."""
+    fastest = points[-1].time
+    extras = [point.time / fastest - 1 for point in points]
+    mean = sum(extra for extra in extras if extra > DEAR) / max(1, sum(extra > DEAR for extra in extras))
     tasks = []
-    for point, above in pairwise(points):
-        if point.time > (1 + DEAR) * points[-1].time:
-            tasks += [(point.peak_bytes, point.schedule), (point.peak_bytes, above.schedule)]
-        if point.time - above.time > DEAR * points[-1].time:
-            tasks.append(((point.peak_bytes + above.peak_bytes) // 2, above.schedule))
+    for (point, extra), (above, extra_above) in pairwise(zip(points, extras, strict=True)):
+        own_moves = int(num_moves * min(2.0, max(0.5, extra / mean))) if extra > DEAR else 0
+        if extra > DEAR:
+            tasks += [_Task(point.peak_bytes, start.schedule, own_moves) for start in (point, above)]
+        if extra - extra_above > DEAR:
+            tasks.append(_Task((point.peak_bytes + above.peak_bytes) // 2, above.schedule, own_moves))
     return tasks
 
 

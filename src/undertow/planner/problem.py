@@ -74,6 +74,7 @@ class _Builder:
         self.rows: list[tuple[list[int], list[int], list[int], Cost, bool, tuple[int, int]]] = []
 
     def build(self, alternatives: Sequence[Alternative], fixed_bytes: int) -> Problem:
+        self.second_runs = {item.position for item in alternatives if item.role is Role.SECOND_RUN}
         initial = [self._value(value, 0) for value in self.overwritten]
         order: list[int] = []
         last_effect: int | None = None
@@ -150,6 +151,8 @@ class _Builder:
             reuse = (reads[0], kept)
         can_repeat = token is None and not destroys and isinstance(node.target, OpOverload | Mutating | OwnOperation)
         can_repeat = can_repeat and not self._is_bound(node.kept_outputs)
+        # What writes state besides has a second run that does not: repeating it as it is would only cost more.
+        can_repeat = can_repeat and not (isinstance(node.target, Mutating) and position in self.second_runs)
         row = (reads, writes, destroys, self.cost_of(node), can_repeat, reuse)
         return self._add(Kind(position), row)
 
