@@ -183,6 +183,10 @@ class TrainStep:
     def _name_of(self, parameter: torch.nn.Parameter) -> str:
         return next(name for name, item in self.model.named_parameters() if item is parameter)
 
+    def release(self) -> None:
+        """Give back the memory of the step's CUDA graph; it is captured anew when the step has run a few times more."""
+        self._runner.release_graph()
+
     def walk(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Node, list[Any]]]:
         """Run a step one operation at a time, giving each with its outputs; no update is made."""
         with torch.enable_grad():
