@@ -1,8 +1,8 @@
 """A fast step on a GPU beside eager, checkpointing and `torch.compile`, in bfloat16: milliseconds and peak MiB.
 
 A step is forward pass, loss and backward pass under autocast. Undertow runs without a budget, and within the peak of
-every peer. Rounds are interleaved; the peak is that of PyTorch's allocator, and of Undertow's CUDA graph all memory that
-it holds. Nothing is dropped out: PyTorch's compiled steps draw other numbers than eager.
+every peer. Rounds are interleaved; the peak is that of PyTorch's allocator, and of a CUDA graph all the memory it
+holds. Nothing is dropped out: PyTorch's compiled steps draw other numbers than eager.
 
 Usage: scripts/bench gpu gpt2_small|gpt2_large|resnet50 [--rounds N] [--skip PEER,PEER] [--mib N ...] [--out F]
 """
