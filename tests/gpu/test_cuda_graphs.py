@@ -8,6 +8,7 @@ import pytest
 import torch
 from exactness import same_bits
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 import undertow as ut
@@ -143,8 +144,7 @@ def test_parameters_that_are_moved_are_found():
         expected = cross_entropy(twin(batch[0]), batch[1])
         expected.backward()
         assert same_bits(step(*batch), expected)
-        grads = [[item.grad for item in network.parameters()] for network in (model, twin)]
-        assert differences(*grads) == []
+        assert differences(*([item.grad for item in network.parameters()] for network in (model, twin))) == []
     assert is_captured(step)
 
 
@@ -188,6 +188,48 @@ def test_versions_rise():
     model.zero_grad(set_to_none=True)
     step(*batches(1)[0])
     assert is_captured(step) and mean._version > before
+
+
+@pytest.mark.parametrize("numerics", ["exact", "bf16"])
+def test_a_transformer_that_drops_out(monkeypatch, numerics):
+    results = []
+    for switch in ("off", "on"):
+        monkeypatch.setenv("UNDERTOW_GRAPHS", switch)
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True).cuda()
+        x = torch.randn(6, 8, 32, 64, device="cuda")
+        step = ut.train_step(model, (x[0],), loss=lambda y: y.float().square().mean(), numerics=numerics)
+        torch.manual_seed(3)
+        results.append([])
+        for batch in x:
+            model.zero_grad(set_to_none=True)
+            results[-1] += [step(batch), *(item.grad.clone() for item in model.parameters())]
+        results[-1].append(torch.cuda.get_rng_state())
+    assert differences(*results) == []
+    assert is_captured(step) or "not captured as a CUDA graph: " in str(step.plan)
+
+
+@pytest.mark.parametrize("kind", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_attention_without_dropout_draws_nothing(kind):
+    x = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
+    before = torch.cuda.get_rng_state()
+    with sdpa_kernel(getattr(SDPBackend, kind)):
+        nn.functional.scaled_dot_product_attention(x, x, x)
+    assert same_bits(torch.cuda.get_rng_state(), before)
+
+
+def test_attention_that_is_run_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(4)])
+    model.cuda()
+    x = torch.randn(8, 128, 64, device="cuda")
+    settings = {"loss": lambda y: y.float().square().mean(), "numerics": "bf16"}
+    most = ut.train_step(model, (x,), **settings, budget="1GiB").plan.peak_bytes
+    step = ut.train_step(model, (x,), **settings, budget=int(0.9 * most))
+    for _ in range(4):
+        model.zero_grad(set_to_none=True)
+        step(x)
+    assert len(step.plan.recomputed) > 0 and is_captured(step), step.plan.notes
 
 
 def test_memory_is_given_back():

@@ -47,6 +47,7 @@ class Step:
         self.has_guards = any(node.target in GUARDS for node in program.forward_nodes)
         self.input_index = {item.value: position for position, item in enumerate(program.inputs)}
         self.update_inputs = [self.input_index[update.input] for update in program.updates]
+        self._update_groups = self._group_updates()
         self.replayed_updates = self._find_replayed_updates()
         roots = find_lifetimes(program).root
         exposed = {roots[value] for value in program.outputs}
@@ -85,10 +86,18 @@ class Step:
         with below_autograd():
             results = list(self.code.forward(inputs, slots))
         num_outputs = len(self.program.outputs)
-        if self.update_inputs:
-            with torch.no_grad():
-                torch._foreach_copy_([inputs[position] for position in self.update_inputs], results[num_outputs:])
+        with torch.no_grad():
+            for places in self._update_groups:
+                targets = [inputs[self.update_inputs[place]] for place in places]
+                torch._foreach_copy_(targets, [results[num_outputs + place] for place in places])
         return results[:num_outputs]
+
+    def _group_updates(self) -> list[list[int]]:
+        """The places of updates of one type each: on a GPU those are one kernel."""
+        groups: dict[Any, list[int]] = {}
+        for place, update in enumerate(self.program.updates):
+            groups.setdefault(update.input.tensor_type.dtype, []).append(place)
+        return list(groups.values())
 
     def _find_replayed_updates(self) -> list[int]:
         """Updated inputs whose old value the backward pass would need; batch normalisation's statistics are not."""
