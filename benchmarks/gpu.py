@@ -83,7 +83,6 @@ def _autocast() -> torch.autocast:
 
 
 def _peak_mib(run: Callable[[], Any], model: nn.Module) -> float:
-    torch._C._cuda_clearCublasWorkspaces()  # those of others' threads and streams
     for _ in range(NUM_WARM):
         model.zero_grad(set_to_none=True)
         run()
@@ -130,13 +129,11 @@ def compare(name: str, num_rounds: int, skipped: set[str], further_mib: Sequence
     def add(label: str, make: Callable[[], Callable[[], Any]], steps: Sequence[Any] = ()) -> None:
         if label in skipped:
             return
-        start = time.perf_counter()
+        torch._C._cuda_clearCublasWorkspaces()  # those of the last one's threads and streams
         contender = Contender(label, make(), steps=steps)
         contender.peak_mib = _peak_mib(contender.run, model)
-        contender.note = f"made in {time.perf_counter() - start:.0f} s"
         for step in steps:
-            how = step.plan.notes[-1]
-            contender.note = f"predicted {step.plan.peak_bytes / 2**20:.0f} MiB, {contender.note}, {how}"
+            contender.note = f"predicted {step.plan.peak_bytes / 2**20:.0f} MiB; {step.plan.notes[-1]}"
         measure(contender)
         release(contender)
         found.append(contender)

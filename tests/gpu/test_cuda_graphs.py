@@ -220,12 +220,12 @@ def test_attention_without_dropout_draws_nothing(kind):
 
 def test_attention_that_is_run_again():
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(4)])
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(128, 2, 512, dropout=0.0, batch_first=True) for _ in range(4)])
     model.cuda()
-    x = torch.randn(8, 128, 64, device="cuda")
+    x = torch.randn(32, 512, 128, device="cuda")
     settings = {"loss": lambda y: y.float().square().mean(), "numerics": "bf16"}
     most = ut.train_step(model, (x,), **settings, budget="1GiB").plan.peak_bytes
-    step = ut.train_step(model, (x,), **settings, budget=int(0.9 * most))
+    step = ut.train_step(model, (x,), **settings, budget=int(0.7 * most))
     for _ in range(4):
         model.zero_grad(set_to_none=True)
         step(x)

@@ -97,6 +97,8 @@ class GraphedStep:
         self._updated = [target.parameter for target in updates]
         self._optimizer = updates[0].optimizer if updates else None
         self.reason = why_not_captured(plan.program)
+        if self.reason is None and plan.budget_bytes is not None and GRAPH_EXTRA not in plan.held:
+            self.reason = "the budget has no room for copies of the arguments and gaps between tensors"
         self._marks: Any = None
         self._num_same = 0
         self._captured: _Captured | None = None
@@ -129,6 +131,7 @@ class GraphedStep:
         if self._captured is not None:
             self._captured = None
             self._num_same = 0
+            torch.cuda.empty_cache()
 
     def _find_marks(self, inputs: Sequence[Any]) -> Any:
         """What a graph is good for: where everything lies that it does not copy, and what decides on kernels."""
@@ -158,12 +161,15 @@ class GraphedStep:
                 del captured  # the first and the second at once might not fit
                 captured = self._capture_within(inputs, size)
             self._keep_within_budget(captured)
+            del captured
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # where a capture ends by an error, PyTorch does not set it back
             self.reason = f"capturing failed: {str(error.__context__ or error).strip().partition(chr(10))[0]}"
         finally:
             for item, gradient in zip(self._parameters, before, strict=True):
                 item.grad = gradient
+        if self._captured is None:
+            torch.cuda.empty_cache()  # what was captured in vain is given back
         return self._captured is not None
 
     def _keep_within_budget(self, captured: _Captured) -> None:
@@ -177,7 +183,9 @@ class GraphedStep:
 
     def _capture_within(self, inputs: Sequence[Any], num_bytes: int) -> _Captured:
         """Capture the step with a stretch of memory of so many bytes; where that is too little, more is taken."""
-        stream = _prepare_capture(inputs[0].device).stream
+        ground = _prepare_capture(inputs[0].device)
+        ground.ensure_workspace()
+        stream = ground.stream
         memory, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         kinds = [self._plan.program.inputs[place].value.tensor_type for place in self._arguments]
         with torch.cuda.graph(memory, stream=stream, capture_error_mode="thread_local"):
@@ -265,28 +273,33 @@ def _segments(pool: Any) -> list[dict[str, Any]]:
     return [segment for segment in torch.cuda.memory_snapshot() if segment["segment_pool_id"] == pool]
 
 
-@dataclass(frozen=True)
 class _Ground:
-    """The stream that all captures on a device use, and what cuBLAS took for it."""
+    """The stream that all captures on a device use, and the workspace that cuBLAS takes for it.
 
-    stream: torch.cuda.Stream
-    holder: torch.cuda.CUDAGraph
-    workspace_bytes: int
+    cuBLAS takes a workspace where a stream first multiplies matrices, and keeps it. It is taken here, in memory that a
+    graph of its own holds for good: in a step's memory it would keep that from ever being given back.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._matrix = torch.ones(16, 16, device=device)
+        torch.mm(self._matrix, self._matrix)  # cuBLAS itself is not started in a capture
+        self._holder = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._holder, stream=self.stream, capture_error_mode="thread_local"):
+            torch.mm(self._matrix, self._matrix)
+        segments = _segments(self._holder.pool())
+        self.workspace_bytes = sum(segment["allocated_size"] for segment in segments)
+
+    def ensure_workspace(self) -> None:
+        """Take the workspace again where it was given back: PyTorch's own graphs have cuBLAS do that."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._holder.pool(), stream=self.stream, capture_error_mode="thread_local"):
+            torch.mm(self._matrix, self._matrix)
 
 
 @cache
 def _prepare_capture(device: torch.device) -> _Ground:
-    """The ground for captures, made once.
-
-    Where a stream first multiplies matrices, cuBLAS takes a workspace that it keeps. It is taken here, in memory that a
-    graph of its own holds for good: in a step's memory it would keep that from ever being given back.
-    """
-    stream, holder = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-    matrix = torch.ones(16, 16, device=device)
-    matrix @ matrix  # cuBLAS itself is not started in a capture
-    with torch.cuda.graph(holder, stream=stream, capture_error_mode="thread_local"):
-        matrix @ matrix
-    return _Ground(stream, holder, sum(segment["allocated_size"] for segment in _segments(holder.pool())))
+    return _Ground(device)
 
 
 def _mark(item: Any) -> Any:
