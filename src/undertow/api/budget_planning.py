@@ -31,7 +31,7 @@ from undertow.report.plan_summary import explain
 from undertow.report.timeline import Role, Timeline
 from undertow.runtime.cost_cache import MAX_COSTS, cache_path, load_costs, save_costs
 from undertow.runtime.costs import measure_costs, model_cost
-from undertow.runtime.graphs import why_not_captured, with_graph_memory, workspace_bytes
+from undertow.runtime.graphs import is_for_graph, with_graph_memory, workspace_bytes
 
 
 class CostSource(StrEnum):
@@ -249,9 +249,8 @@ def plan_for_budget(derive_step: DeriveStep, terms: Terms) -> tuple[Plan, Planne
 
 def _leave_room_for_graph(planner: Planner, plan: Plan) -> Plan:
     """A plan that also fits when it runs as a CUDA graph; `plan` itself where there is none, or none is captured."""
-    device = next((item.value.tensor_type.device for item in plan.program.inputs), torch.device("cpu"))
     budget_bytes, smaller = plan.budget_bytes, plan
-    while device.type == "cuda" and why_not_captured(smaller.program) is None:
+    while is_for_graph(smaller):
         whole = with_graph_memory(smaller)
         if budget_bytes is None or whole.peak_bytes <= budget_bytes:
             outcome = plan.outcome if smaller is plan else Outcome.FEASIBLE

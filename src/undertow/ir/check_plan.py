@@ -372,7 +372,16 @@ def _name_and_arguments(target: Any) -> tuple[str, list[tuple[str, str]]]:
 
 
 # Attention that draws only where something is dropped out, which by default nothing is.
-_DRAWING_BY_DROPOUT = {f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")}
+_DRAWING_BY_DROPOUT = {
+    f"aten._scaled_dot_product_{kind}.default"
+    for kind in (
+        "flash_attention",
+        "efficient_attention",
+        "efficient_attention_backward",
+        "cudnn_attention",
+        "cudnn_attention_backward",
+    )
+}
 
 
 def _is_random(node: Node) -> bool:
@@ -380,7 +389,7 @@ def _is_random(node: Node) -> bool:
     tags = getattr(target, "tags", ())
     if not any(str(tag).endswith("nondeterministic_seeded") for tag in tags):
         return False
-    if str(target).removesuffix(".default") in _DRAWING_BY_DROPOUT:
+    if str(target) in _DRAWING_BY_DROPOUT:
         places = [argument.name for argument in target._schema.arguments]
         given = {**dict(zip(places, node.args, strict=False)), **node.kwargs}
         return bool(given.get("dropout_p"))

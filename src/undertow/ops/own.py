@@ -204,11 +204,13 @@ def is_random(target: Any) -> bool:
     return isinstance(target, OpOverload) and schema_of(target).is_random
 
 
-# Attention whose kernels touch no generator where nothing is dropped out.
+# Attention whose kernels touch no generator where nothing is dropped out; the derivatives of two are marked as random.
 _DRAWING_BY_DROPOUT = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
 )
 
 

@@ -30,6 +30,7 @@ from undertow.ops.updates import UPDATES, DeliverGradient, StepAfterwards, Updat
 from undertow.runtime.graph_memory import find_graph_memory
 
 WARM_CALLS = 2  # kernels are loaded and chosen, and what they keep is allocated, before anything is captured
+NUM_TRIALS = 5  # of sizes of the graph's memory, where the one found is too small
 GRAPH_EXTRA = "CUDA graph, beyond what is alive"  # among what a plan holds: copies of arguments, gaps, a workspace
 _UNREPEATABLE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -155,13 +156,7 @@ class GraphedStep:
         before = [item.grad for item in self._parameters]
         stream = torch.cuda.current_stream()
         try:
-            captured = self._capture_within(inputs, find_graph_memory(self._plan).stretch_bytes)
-            if not captured.is_whole:  # without measured costs, a plan does not know of kernels' workspace
-                size = captured.num_bytes
-                del captured  # the first and the second at once might not fit
-                captured = self._capture_within(inputs, size)
-            self._keep_within_budget(captured)
-            del captured
+            self._keep_within_budget(self._capture_least(inputs))
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # where a capture ends by an error, PyTorch does not set it back
             self.reason = f"capturing failed: {str(error.__context__ or error).strip().partition(chr(10))[0]}"
@@ -171,6 +166,28 @@ class GraphedStep:
         if self._captured is None:
             torch.cuda.empty_cache()  # what was captured in vain is given back
         return self._captured is not None
+
+    def _capture_least(self, inputs: Sequence[Any]) -> _Captured:
+        """Capture the step in the stretch that was found, or where that is too small, in the least of a few others.
+
+        Without measured costs a plan does not know of kernels' workspace, and kernels may take it in several pieces.
+        """
+        size = least = find_graph_memory(self._plan).stretch_bytes
+        captured = self._capture_within(inputs, size)
+        if captured.is_whole:
+            return captured
+        taken = {size: captured.num_bytes}
+        size = most = captured.num_bytes
+        for _ in range(NUM_TRIALS):
+            del captured  # two at once might not fit
+            captured = self._capture_within(inputs, size)
+            taken[size] = captured.num_bytes
+            least, most = (least, size) if captured.is_whole else (size, most)
+            size = (least + most) // 2
+            if size in taken:
+                break
+        del captured
+        return self._capture_within(inputs, min(taken, key=lambda size: taken[size]))
 
     def _keep_within_budget(self, captured: _Captured) -> None:
         others = sum(size for name, size in self._plan.held.items() if name != GRAPH_EXTRA)
@@ -247,6 +264,12 @@ class _Captured:
             parameter.grad = gradient.detach()  # another tensor in the same memory: who holds it is counted
         torch.autograd.graph.increment_version(self.written)
         return [output.clone() for output in self.outputs]
+
+
+def is_for_graph(plan: Plan) -> bool:
+    """Whether the plan's step is to run as a graph."""
+    is_on_gpu = any(item.value.tensor_type.device.type == "cuda" for item in plan.program.inputs)
+    return is_on_gpu and why_not_captured(plan.program) is None
 
 
 def with_graph_memory(plan: Plan) -> Plan:
