@@ -139,8 +139,8 @@ def held_bytes(
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         held["optimizer state"] = count_optimizer_state(optimizer, trained).num_bytes or 0
     device = next((item.value.tensor_type.device for item in program.inputs), torch.device("cpu"))
-    if device.type == "cuda":  # autograd runs a backward pass in a thread of its own
-        held["cuBLAS workspace"] = workspace_bytes(device) * (2 if program.cotangents else 1)
+    if device.type == "cuda":  # for the stream of captures too; autograd runs a backward pass in a thread of its own
+        held["cuBLAS workspaces"] = workspace_bytes(device) * (3 if program.cotangents else 2)
     return {name: size for name, size in held.items() if size}
 
 

@@ -31,7 +31,7 @@ from undertow.runtime.graph_memory import find_graph_memory
 
 WARM_CALLS = 2  # kernels are loaded and chosen, and what they keep is allocated, before anything is captured
 NUM_TRIALS = 5  # of sizes of the graph's memory, where the one found is too small
-GRAPH_EXTRA = "CUDA graph, beyond what is alive"  # among what a plan holds: copies of arguments, gaps, a workspace
+GRAPH_EXTRA = "CUDA graph, beyond what is alive"  # among what a plan holds: copies of arguments, gaps
 _UNREPEATABLE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -191,7 +191,7 @@ class GraphedStep:
 
     def _keep_within_budget(self, captured: _Captured) -> None:
         others = sum(size for name, size in self._plan.held.items() if name != GRAPH_EXTRA)
-        total_bytes = others + captured.num_bytes + workspace_bytes(captured.outputs[0].device)
+        total_bytes = others + captured.num_bytes
         budget_bytes = self._plan.budget_bytes
         if budget_bytes is None or total_bytes <= budget_bytes:
             self._captured = captured
@@ -274,9 +274,7 @@ def is_for_graph(plan: Plan) -> bool:
 
 def with_graph_memory(plan: Plan) -> Plan:
     """The plan with all that its step holds when it runs as a graph."""
-    device = next(iter(plan.program.inputs)).value.tensor_type.device
-    alive_bytes = plan.peak_bytes - sum(plan.held.values())
-    extra = find_graph_memory(plan).total_bytes - alive_bytes + workspace_bytes(device)
+    extra = find_graph_memory(plan).total_bytes - (plan.peak_bytes - sum(plan.held.values()))
     live_bytes = tuple(size + extra for size in plan.live_bytes)
     return replace(plan, held={**plan.held, GRAPH_EXTRA: extra}, live_bytes=live_bytes)
 
