@@ -1,8 +1,8 @@
 """A fast step on a GPU beside eager, checkpointing and `torch.compile`, in bfloat16: milliseconds and peak MiB.
 
 A step is forward pass, loss and backward pass under autocast. Undertow runs without a budget, and within the peak of
-every peer. Rounds are interleaved; the peak is that of PyTorch's allocator. Nothing is dropped out: PyTorch's compiled
-steps draw other numbers than eager.
+every peer. Rounds are interleaved; the peak is that of PyTorch's allocator, and of a CUDA graph all the memory it
+holds. Nothing is dropped out: PyTorch's compiled steps draw other numbers than eager.
 
 Usage: scripts/bench gpu gpt2_small|gpt2_large|resnet50 [--rounds N] [--skip PEER,PEER] [--mib N ...] [--out F]
 """
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import undertow as ut
 from undertow.models import ZOO, token_loss
 from undertow.models.gpt import gpt
+from undertow.runtime.graphs import idle_graph_bytes
 
 
 def _gpt(num_layers: int, width: int, batch: int) -> Any:
@@ -44,6 +45,8 @@ def _resnet50() -> Any:
     images = torch.randn(256, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
     return model, (images,), (torch.randint(1000, (256,), device="cuda"),), cross_entropy, "Bottleneck"
 
+
+NUM_WARM = 4  # the third call of a planned step captures it
 
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2_small": partial(_gpt, 12, 768, 16),
@@ -60,6 +63,7 @@ class Contender:
     run: Callable[[], Any]
     peak_mib: float = 0.0
     note: str = ""
+    steps: Sequence[Any] = ()  # Undertow's
     times_ms: list[float] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,7 +83,7 @@ def _autocast() -> torch.autocast:
 
 
 def _peak_mib(run: Callable[[], Any], model: nn.Module) -> float:
-    for _ in range(3):
+    for _ in range(NUM_WARM):
         model.zero_grad(set_to_none=True)
         run()
     model.zero_grad(set_to_none=True)
@@ -87,7 +91,7 @@ def _peak_mib(run: Callable[[], Any], model: nn.Module) -> float:
     torch.cuda.reset_peak_memory_stats()
     run()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**20
+    return (torch.cuda.max_memory_allocated() + idle_graph_bytes()) / 2**20
 
 
 def compare(name: str, num_rounds: int, skipped: set[str], further_mib: Sequence[int]) -> list[dict[str, Any]]:
@@ -122,17 +126,22 @@ def compare(name: str, num_rounds: int, skipped: set[str], further_mib: Sequence
 
     found: list[Contender] = []
 
-    def add(label: str, make: Callable[[], Callable[[], Any]], note: Callable[[], str] = str) -> None:
+    def add(label: str, make: Callable[[], Callable[[], Any]], steps: Sequence[Any] = ()) -> None:
         if label in skipped:
             return
-        start = time.perf_counter()
-        run = make()
-        contender = Contender(label, run)
-        contender.peak_mib = _peak_mib(run, model)
-        contender.note = f"{note()} made in {time.perf_counter() - start:.0f} s"
+        torch._C._cuda_clearCublasWorkspaces()  # those of the last one's threads and streams
+        contender = Contender(label, make(), steps=steps)
+        contender.peak_mib = _peak_mib(contender.run, model)
+        for step in steps:
+            contender.note = f"predicted {step.plan.peak_bytes / 2**20:.0f} MiB; {step.plan.notes[-1]}"
         measure(contender)
+        release(contender)
         found.append(contender)
         print(json.dumps(contender.to_dict()), flush=True)
+
+    def release(contender: Contender) -> None:
+        for step in contender.steps:
+            step.release()  # its memory is not the next one's
 
     def measure(contender: Contender) -> None:
         for _ in range(3):
@@ -166,10 +175,12 @@ def compare(name: str, num_rounds: int, skipped: set[str], further_mib: Sequence
 
         label = "undertow" if budget is None else f"undertow {budget / 2**20:.0f} MiB"
         try:
-            add(label, planned, lambda steps=steps: f"predicted {steps[0].plan.peak_bytes / 2**20:.0f} MiB,")
+            add(label, planned, steps)
         except ut.InfeasibleBudget as refusal:
             print(f"{label}: refused, least {refusal.minimum_bytes / 2**20:.0f} MiB", flush=True)
     for contender in found:
+        for _ in range(NUM_WARM):
+            measure(contender)
         contender.times_ms.clear()
     for _ in range(num_rounds):
         for contender in found:

@@ -10,9 +10,10 @@ import undertow as ut
 from undertow.api.budget_planning import CostSource, Terms, find_plan, make_budget_planner
 from undertow.api.training import make_step
 from undertow.errors import PlanError
-from undertow.ir.check_plan import check_plan
+from undertow.ir import Node, Origin
+from undertow.ir.check_plan import _DRAWING_BY_DROPOUT, _is_random, check_plan
 from undertow.ir.program import map_values
-from undertow.ops.own import Replayed
+from undertow.ops.own import Replayed, draws
 from undertow.ops.updates import UpdateParameter
 
 
@@ -296,3 +297,15 @@ def test_an_update_that_does_not_run(plan):
 def test_budgeted_plans_of_the_public_functions_are_checked():
     planned = ut.plan(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (torch.randn(4, 8),), budget="1MiB", costs="model")
     assert check_plan(planned.plan) is planned.plan
+
+
+@pytest.mark.parametrize("name", sorted(_DRAWING_BY_DROPOUT))
+@pytest.mark.parametrize("probability", [0.0, 0.1])
+def test_attention_draws_where_something_is_dropped_out(name, probability):
+    _, packet, overload = name.split(".")
+    target = getattr(getattr(torch.ops.aten, packet), overload)
+    node = Node(target, (None,) * 3, {"dropout_p": probability}, (), Origin())
+    names = [argument.name for argument in target._schema.arguments]
+    others = {item: None for item in names[3:] if item != "dropout_p"}
+    is_drawing = probability > 0
+    assert _is_random(node) == draws(replace(node, kwargs=node.kwargs | others)) == is_drawing

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import undertow as ut
 from undertow.models import ZOO
+from undertow.runtime.graphs import GRAPH_EXTRA, idle_graph_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -33,6 +34,7 @@ def most_large_blocks(plan):
 
 def test_the_gradients_are_eagers_at_every_budget(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("UNDERTOW_GRAPHS", "off")
     torch.manual_seed(0)
     model = ZOO["resnet50"].build().cuda()
     x, y = torch.randn(16, 3, 128, 128).cuda(), torch.randint(1000, (16,)).cuda()
@@ -40,20 +42,40 @@ def test_the_gradients_are_eagers_at_every_budget(tmp_path, monkeypatch):
     cross_entropy(eager(x), y).backward()
 
     def make(budget):
-        twin = copy.deepcopy(model)
-        return twin, ut.train_step(twin, (x,), targets=(y,), loss=cross_entropy, budget=budget)
+        return ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, budget=budget)
 
     with pytest.raises(ut.InfeasibleBudget) as refusal:
         make(1)
-    most = make("100GiB")[1].plan.peak_bytes
+    most = make("100GiB").plan.peak_bytes
     least = refusal.value.minimum_bytes
     for budget in (least, (least + most) // 2, most):
-        twin, step = make(budget)
+        step = make(budget)
+        model.zero_grad(set_to_none=True)
         step(x, y)
         expected = dict(eager.named_parameters())
-        assert [name for name, item in twin.named_parameters() if not same_bits(item.grad, expected[name].grad)] == []
-        twin.zero_grad(set_to_none=True)
+        assert [name for name, item in model.named_parameters() if not same_bits(item.grad, expected[name].grad)] == []
+        model.zero_grad(set_to_none=True)
         gc.collect()
         before = torch.cuda.memory_allocated()
         measured_bytes = ut.measure(step, x, y).peak_bytes - before + sum(step.plan.held.values())
         assert abs(measured_bytes - step.plan.peak_bytes) <= MIB * most_large_blocks(step.plan)
+
+
+def test_a_graph_stays_within_the_budget(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    torch.manual_seed(0)
+    model = ZOO["resnet50"].build().cuda()
+    x, y = torch.randn(16, 3, 128, 128).cuda(), torch.randint(1000, (16,)).cuda()
+    most = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, budget="100GiB").plan.peak_bytes
+    for share in (0.6, 0.8, 1.0):
+        budget = int(share * most)
+        step = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, budget=budget)
+        gc.collect()
+        others = torch.cuda.memory_allocated() + idle_graph_bytes() - sum(step.plan.held.values())
+        others += step.plan.held[GRAPH_EXTRA]
+        for _ in range(3):
+            measured = ut.measure(step, x, y)
+        model.zero_grad(set_to_none=True)
+        assert "\ncaptured as a CUDA graph" in str(step.plan)
+        assert measured.peak_bytes - others <= budget
+        step.release()

@@ -17,6 +17,7 @@ from undertow.errors import CallError, InfeasibleBudget
 from undertow.ir import InputKind, Node, Plan, Program, format_bytes
 from undertow.ir.check_plan import check_plan
 from undertow.ir.cost import Cost, signature
+from undertow.ir.plan import Outcome
 from undertow.ops.alternatives import find_alternatives
 from undertow.ops.fused import compile_groups
 from undertow.ops.interpret import generators_of
@@ -30,6 +31,7 @@ from undertow.report.plan_summary import explain
 from undertow.report.timeline import Role, Timeline
 from undertow.runtime.cost_cache import MAX_COSTS, cache_path, load_costs, save_costs
 from undertow.runtime.costs import measure_costs, model_cost
+from undertow.runtime.graphs import is_for_graph, with_graph_memory, workspace_bytes
 
 
 class CostSource(StrEnum):
@@ -136,12 +138,20 @@ def held_bytes(
     if optimizer is not None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         held["optimizer state"] = count_optimizer_state(optimizer, trained).num_bytes or 0
+    device = next((item.value.tensor_type.device for item in program.inputs), torch.device("cpu"))
+    if device.type == "cuda":  # for the stream of captures too; autograd runs a backward pass in a thread of its own
+        held["cuBLAS workspaces"] = workspace_bytes(device) * (3 if program.cotangents else 2)
     return {name: size for name, size in held.items() if size}
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    """What storages take; on CUDA the blocks they were given, which may be up to a MiB larger."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    blocks: dict[int, int] = {}
+    if any(storage.device.type == "cuda" for storage in storages.values()):
+        segments = torch.cuda.memory_snapshot()
+        blocks = {block["address"]: block["size"] for segment in segments for block in segment["blocks"]}
+    return sum(blocks.get(address, storage.nbytes()) for address, storage in storages.items())
 
 
 def make_budget_planner(program: Program, held: Mapping[str, int], terms: Terms) -> Planner:
@@ -233,7 +243,23 @@ def plan_for_budget(derive_step: DeriveStep, terms: Terms) -> tuple[Plan, Planne
             raise _refusal(planner, smaller, terms)
         planner = smaller
         notes += ("the fastest kernels do not fit: those of least workspace run, and round otherwise",)
+    plan = _leave_room_for_graph(planner, plan)
     return replace(check_plan(plan), explainer=explain, notes=notes), planner
+
+
+def _leave_room_for_graph(planner: Planner, plan: Plan) -> Plan:
+    """A plan that also fits when it runs as a CUDA graph; `plan` itself where there is none, or none is captured."""
+    budget_bytes, smaller = plan.budget_bytes, plan
+    while is_for_graph(smaller):
+        whole = with_graph_memory(smaller)
+        if budget_bytes is None or whole.peak_bytes <= budget_bytes:
+            outcome = plan.outcome if smaller is plan else Outcome.FEASIBLE
+            return replace(whole, budget_bytes=budget_bytes, lower_bound_ns=plan.lower_bound_ns, outcome=outcome)
+        found = find_plan(planner, smaller.peak_bytes - (whole.peak_bytes - budget_bytes))
+        if found is None:
+            break
+        smaller = found
+    return plan
 
 
 def find_plan(planner: Planner, budget_bytes: int | None) -> Plan | None:

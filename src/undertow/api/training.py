@@ -38,6 +38,7 @@ from undertow.ops.tables import make_plan
 from undertow.ops.updates import UPDATES, DeliverGradient, StepAfterwards, UpdateParameter, is_separable
 from undertow.planner.curve import Curve
 from undertow.report.plan_summary import explain
+from undertow.runtime.graphs import is_for_graph, with_graph_memory
 from undertow.runtime.planned import Runner, differentiable_outputs
 
 Loss = Callable[..., torch.Tensor]
@@ -183,6 +184,10 @@ class TrainStep:
     def _name_of(self, parameter: torch.nn.Parameter) -> str:
         return next(name for name, item in self.model.named_parameters() if item is parameter)
 
+    def release(self) -> None:
+        """Give back the memory of the step's CUDA graph; it is captured anew when the step has run a few times more."""
+        self._runner.release_graph()
+
     def walk(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Node, list[Any]]]:
         """Run a step one operation at a time, giving each with its outputs; no update is made."""
         with torch.enable_grad():
@@ -224,7 +229,8 @@ class TrainStep:
     def _plan(self, program: Program, pattern: Any) -> Plan:
         if self._terms.budget_bytes is None:
             program, held = self._derive(program, self._terms)
-            return make_plan(program, held=held, notes=(*notes_of(program), *self._notes()), explainer=explain)
+            plan = make_plan(program, held=held, notes=(*notes_of(program), *self._notes()), explainer=explain)
+            return with_graph_memory(plan) if is_for_graph(plan) else plan
         plan, _ = plan_for_budget(partial(self._derive, program), self._terms)
         return replace(plan, notes=(*plan.notes, *self._notes()))
 

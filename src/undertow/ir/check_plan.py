@@ -388,10 +388,29 @@ def _name_and_arguments(target: Any) -> tuple[str, list[tuple[str, str]]]:
     return target._schema.name, [(argument.name, str(argument.type)) for argument in target._schema.arguments]
 
 
+# Attention that draws only where something is dropped out, which by default nothing is.
+_DRAWING_BY_DROPOUT = {
+    f"aten._scaled_dot_product_{kind}.default"
+    for kind in (
+        "flash_attention",
+        "efficient_attention",
+        "efficient_attention_backward",
+        "cudnn_attention",
+        "cudnn_attention_backward",
+    )
+}
+
+
 def _is_random(node: Node) -> bool:
-    target = getattr(node.target, "target", node.target)
+    target: Any = getattr(node.target, "target", node.target)
     tags = getattr(target, "tags", ())
-    return any(str(tag).endswith("nondeterministic_seeded") for tag in tags)
+    if not any(str(tag).endswith("nondeterministic_seeded") for tag in tags):
+        return False
+    if str(target) in _DRAWING_BY_DROPOUT:
+        places = [argument.name for argument in target._schema.arguments]
+        given = {**dict(zip(places, node.args, strict=False)), **node.kwargs}
+        return bool(given.get("dropout_p"))
+    return True
 
 
 def _is_guard(node: Node) -> bool:

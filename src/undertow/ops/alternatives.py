@@ -24,7 +24,7 @@ from undertow.kernels.bits import num_packed_bytes, pack_mask, unpack_mask
 from undertow.kernels.compiler import HAS_NUMBA
 from undertow.ops.fused import Group, fused
 from undertow.ops.lifetimes import is_dense, shared_argument
-from undertow.ops.own import GENERATOR_STATE_BYTES, OwnOperation, Replayed, is_random
+from undertow.ops.own import GENERATOR_STATE_BYTES, OwnOperation, Replayed, draws, is_random
 from undertow.ops.registry import bind_arguments
 
 
@@ -121,13 +121,15 @@ def find_alternatives(program: Program) -> list[Alternative]:
 
 
 def _second_runs(position: int, node: Node, makers: Makers) -> Iterator[Alternative]:
-    if is_random(node.target):
+    if draws(node):
         device = next(value.tensor_type.device for value in (*node.outputs, *node.inputs) if value is not None)
         state = Value(f"state_{position}", _bytes_type(GENERATOR_STATE_BYTES))
         target = Replayed(node.target, device)
         yield Alternative(
             Role.SECOND_RUN, position, replace(node, target=target, args=(state, *node.args)), state=state
         )
+    elif is_random(node.target):
+        yield Alternative(Role.SECOND_RUN, position, replace(node))
     if isinstance(group := getattr(node.target, "run", None), Group):
         values = {**dict(zip(group.reads, node.args, strict=True)), **dict(zip(group.makes, node.outputs, strict=True))}
         for part in group.parts():

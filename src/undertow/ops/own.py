@@ -204,6 +204,23 @@ def is_random(target: Any) -> bool:
     return isinstance(target, OpOverload) and schema_of(target).is_random
 
 
+# Attention whose kernels touch no generator where nothing is dropped out; the derivatives of two are marked as random.
+_DRAWING_BY_DROPOUT = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+)
+
+
+def draws(node: Node) -> bool:
+    """Whether the node draws from a generator when it is run."""
+    if node.target in _DRAWING_BY_DROPOUT:
+        return bind_arguments(node.target, node.args, node.kwargs)["dropout_p"] != 0
+    return is_random(node.target)
+
+
 def is_view(target: Any) -> bool:
     """Whether the outputs share the memory of the first argument."""
     if isinstance(target, OpOverload):

@@ -122,6 +122,7 @@ class Runner:
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
         self._last: Variant | None = None
         self._prepared: list[Step] = []  # those that hold prepared weights, the last used behind
+        self._last_run: Step | None = None  # the only one that may hold a CUDA graph
         self._num_new_states = 0
         self._state = ModelState(model)
 
@@ -129,7 +130,7 @@ class Runner:
     def plan(self) -> Plan:
         """The plan of the step that was last prepared or run; a call that was refused leaves it as it was."""
         assert self._last is not None
-        return self._last.step().plan
+        return self._last.step().describe()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The model's parameters as the last call found them; asking the model itself takes longer."""
@@ -295,8 +296,18 @@ class Runner:
             assignment.owner[assignment.name] = fill_slots(assignment.skeleton, outputs)
         return fill_slots(variant.captured.skeleton, outputs)
 
+    def release_graph(self) -> None:
+        """Let go of the CUDA graph of the step that ran last, if it has one."""
+        if self._last_run is not None:
+            self._last_run.release_graph()
+
     def _release_others(self, step: Step, needs_gradient: bool) -> None:
-        """Let go of other steps' prepared weights: all where gradients or a budget need the memory, else the oldest."""
+        """Let go of other steps' CUDA graphs, and of their prepared weights: all where gradients or a budget need the
+        memory, else the oldest.
+        """
+        if self._last_run is not step:
+            self.release_graph()
+        self._last_run = step
         others = [item for item in self._prepared if item is not step]
         most = 0 if needs_gradient or step.plan.budget_bytes is not None else MAX_PREPARED - 1
         num_released = max(0, len(others) - most)

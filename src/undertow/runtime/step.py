@@ -12,7 +12,7 @@ generator states.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from undertow.ops.modes import below_autograd
 from undertow.ops.own import GUARDS, Mutating
 from undertow.runtime.allocator import keep_memory_mapped
 from undertow.runtime.code import Segment, StepCode, compile_program
+from undertow.runtime.graphs import GraphedStep
 from undertow.runtime.preparation import Preparation
 
 Pattern = tuple[bool, ...]
@@ -46,29 +47,57 @@ class Step:
         self.has_guards = any(node.target in GUARDS for node in program.forward_nodes)
         self.input_index = {item.value: position for position, item in enumerate(program.inputs)}
         self.update_inputs = [self.input_index[update.input] for update in program.updates]
+        self._update_groups = self._group_updates()
         self.replayed_updates = self._find_replayed_updates()
         roots = find_lifetimes(program).root
         exposed = {roots[value] for value in program.outputs}
         # Slots whose memory the user can reach through an output, and could overwrite before the backward pass.
         self.exposed_slots = [slot for value, slot in self.code.slots.items() if roots.get(value) in exposed]
         kept = {roots.get(value) for value in self.code.slots}
+        is_on_gpu = any(item.value.tensor_type.device.type == "cuda" for item in program.inputs)
+        self._graph = GraphedStep(plan, self._run_whole) if is_on_gpu else None
         self.exposed_outputs = [place for place, value in enumerate(program.outputs) if roots[value] in kept]
+
+    def describe(self) -> Plan:
+        """The plan, with a note on whether it runs as a CUDA graph where it is for a GPU."""
+        return self.plan if self._graph is None else replace(self.plan, notes=(*self.plan.notes, self._graph.note))
 
     def release_prepared(self) -> None:
         """Let go of prepared weights until the next run."""
         if self.preparation is not None:
             self.preparation.release()
 
+    def release_graph(self) -> None:
+        """Let go of the step's CUDA graph, if it has one, until it has run a few times more."""
+        if self._graph is not None:
+            self._graph.release()
+
     def run_forward(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Outputs and slots. Updates reach the user's tensors only when the whole pass has succeeded."""
+        if self._graph is not None and not self.program.cotangents:
+            return self._graph.run(inputs), []
         slots: list[Any] = [None] * len(self.code.slots)
+        return self._run_pass(inputs, slots), slots
+
+    def _run_whole(self, inputs: Sequence[Any]) -> list[Any]:
+        return self._run_pass(inputs, [None] * len(self.code.slots))
+
+    def _run_pass(self, inputs: Sequence[Any], slots: list[Any]) -> list[Any]:
         with below_autograd():
             results = list(self.code.forward(inputs, slots))
         num_outputs = len(self.program.outputs)
-        if self.update_inputs:
-            with torch.no_grad():
-                torch._foreach_copy_([inputs[position] for position in self.update_inputs], results[num_outputs:])
-        return results[:num_outputs], slots
+        with torch.no_grad():
+            for places in self._update_groups:
+                targets = [inputs[self.update_inputs[place]] for place in places]
+                torch._foreach_copy_(targets, [results[num_outputs + place] for place in places])
+        return results[:num_outputs]
+
+    def _group_updates(self) -> list[list[int]]:
+        """The places of updates of one type each: on a GPU those are one kernel."""
+        groups: dict[Any, list[int]] = {}
+        for place, update in enumerate(self.program.updates):
+            groups.setdefault(update.input.tensor_type.dtype, []).append(place)
+        return list(groups.values())
 
     def _find_replayed_updates(self) -> list[int]:
         """Updated inputs whose old value the backward pass would need; batch normalisation's statistics are not."""
