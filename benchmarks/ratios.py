@@ -32,7 +32,7 @@ SIZES: dict[str, dict[str, int]] = {
     "resnet50": {"batch": 32, "side": 224},
     "unet": {"batch": 4, "side": 320},
     "mobilenet": {"batch": 48, "side": 224},
-    "vgg16": {"batch": 64},
+    "vgg16": {"batch": 32},
 }
 
 
