@@ -36,9 +36,9 @@ NUM_LEVELS = 24
 MOVES_PER_KIND, MOST_MOVES, MOVES_TIMES_KINDS = 500, 100_000, 300_000_000
 # Instances of at most so many kinds have fewer moves on the way down, from two seeds, and more afterwards: levels whose
 # extra time is above a share of the step are searched again, and one more between levels that differ by as much.
-MOST_REFINED_KINDS, MOST_MOVES_BEFORE = 2_000, 30_000
+MOST_REFINED_KINDS, MOST_MOVES_BEFORE = 2_000, 20_000
 DEAR = 0.02
-REFINING_MOVES_TIMES_KINDS, MOST_REFINING_MOVES = 80_000_000, 300_000
+REFINING_MOVES_TIMES_KINDS, MOST_REFINING_MOVES = 1_600_000_000, 300_000  # of all levels together, and of one
 REFINING_TEMPERATURE = 0.1
 NUM_THREADS = 2
 FEWER_MOVES = 1 if HAS_NUMBA else 200  # a move takes a microsecond compiled, and a few hundred in plain Python
@@ -80,7 +80,6 @@ def _find_curve(instance: Instance, seed: int, time_limit_s: float) -> Curve:
     is_refined = num_kinds <= MOST_REFINED_KINDS
     most_moves = MOST_MOVES_BEFORE if is_refined else MOST_MOVES
     num_moves = min(MOVES_PER_KIND * num_kinds, most_moves, MOVES_TIMES_KINDS // num_kinds) // FEWER_MOVES
-    num_refining = min(MOST_REFINING_MOVES, REFINING_MOVES_TIMES_KINDS // num_kinds) // FEWER_MOVES
     base = replay(instance, instance.order)
     points = [Solution(instance.order, base.time, base.peak_bytes, 0)]
     bound = lower_bound_peak(instance, False).amount
@@ -111,7 +110,7 @@ def _find_curve(instance: Instance, seed: int, time_limit_s: float) -> Curve:
     descend((least.peak_bytes + above.peak_bytes) // 2, above)
     descend(least.peak_bytes, least)
     if is_refined:
-        tasks = _refining_tasks(_undominated(points), num_refining)
+        tasks = _refining_tasks(_undominated(points), REFINING_MOVES_TIMES_KINDS // num_kinds)
         points += _search_all(instance, tasks, REFINING_TEMPERATURE, seed, deadline_s)
     return Curve(_undominated(points), bound, time.perf_counter() < deadline_s)
 
@@ -147,18 +146,20 @@ def _search_all(
 
 
 def _refining_tasks(points: Sequence[Solution], num_moves: int) -> list[_Task]:
-    """Dear points, and halfway to the next where the curve is steep; the dearer, the more moves."""
-    fastest = points[-1].time
-    extras = [point.time / fastest - 1 for point in points]
-    mean = sum(extra for extra in extras if extra > DEAR) / max(1, sum(extra > DEAR for extra in extras))
-    tasks = []
+    """Dear points, and halfway to the next where the curve is steep; the dearer, the more of the moves."""
+    extras = [point.time / points[-1].time - 1 for point in points]
+    wanted: list[tuple[int, Int64s, float]] = []
     for (point, extra), (above, extra_above) in pairwise(zip(points, extras, strict=True)):
-        own_moves = int(num_moves * min(2.0, max(0.5, extra / mean))) if extra > DEAR else 0
         if extra > DEAR:
-            tasks += [_Task(point.peak_bytes, start.schedule, own_moves) for start in (point, above)]
+            wanted += [(point.peak_bytes, start.schedule, extra) for start in (point, above)]
         if extra - extra_above > DEAR:
-            tasks.append(_Task((point.peak_bytes + above.peak_bytes) // 2, above.schedule, own_moves))
-    return tasks
+            wanted.append(((point.peak_bytes + above.peak_bytes) // 2, above.schedule, extra))
+    # An extra time twice as large is not worth twice the moves.
+    total = sum(math.sqrt(extra) for *_, extra in wanted)
+    return [
+        _Task(peak, start, min(MOST_REFINING_MOVES, int(num_moves * math.sqrt(extra) / total)) // FEWER_MOVES)
+        for peak, start, extra in wanted
+    ]
 
 
 def _speed(point: Solution) -> tuple[int, int]:

@@ -66,7 +66,6 @@ class _Builder:
         self.delivered = {
             self.lifetimes.root[node.args[0]] for node in program.nodes if isinstance(node.target, DeliverGradient)
         }
-        self.handed_over = self.delivered & self._read_once()
         self.updated: list[int] = []  # one token per update: all of them have to run
         self.index: dict[Value | str, int] = {}
         self.sizes: list[int] = []
@@ -75,6 +74,9 @@ class _Builder:
 
     def build(self, alternatives: Sequence[Alternative], fixed_bytes: int) -> Problem:
         self.second_runs = {item.position for item in alternatives if item.role is Role.SECOND_RUN}
+        made_otherwise = {self.lifetimes.root.get(value) for item in alternatives for value in item.node.kept_outputs}
+        self.handed_over = self.delivered & self._read_once() & made_otherwise
+        self.made_once = self.delivered - self.handed_over
         initial = [self._value(value, 0) for value in self.overwritten]
         order: list[int] = []
         last_effect: int | None = None
@@ -184,9 +186,8 @@ class _Builder:
         return self.index[f"delivered {root.name}"] if root in self.handed_over else self._storage(value)
 
     def _is_bound(self, values: Sequence[Value]) -> bool:
-        """A gradient that others read as well cannot be made twice: the first's memory stays its parameter's."""
-        roots = {self.lifetimes.root.get(value) for value in values}
-        return not roots.isdisjoint(self.delivered - self.handed_over)
+        """A gradient is made once, because the first's memory stays its parameter's; handing over says so otherwise."""
+        return any(self.lifetimes.root.get(value) in self.made_once for value in values)
 
     def _storages_of_alternative(self, alternative: Alternative) -> tuple[list[int], list[int]]:
         """Its node reads and writes values of the Program, codes, and a recorded generator state."""
