@@ -276,6 +276,43 @@ def test_a_planned_module_keeps_to_the_budget_under_measure():
     assert ut.measure(planned, x).peak_bytes <= refusal.value.minimum_bytes
 
 
+@pytest.mark.parametrize("num_channels", [1, 12])
+def test_layouts_that_fake_tensors_get_wrong_keep_bits_and_budget(num_channels):
+    """One channel lies in both layouts at once; batch normalisation makes a transposed input contiguous."""
+    torch.manual_seed(0)
+    if num_channels == 1:
+        layers = [nn.Conv2d(1, 1, 3, padding=1), nn.BatchNorm2d(1), nn.ReLU()]
+        x = torch.randn(16, 1, 16, 16).to(memory_format=torch.channels_last)
+    else:
+        layers = [nn.BatchNorm1d(12), nn.ReLU(), nn.MaxPool1d(2)]
+        x = torch.randn(64, 80, 12).transpose(1, 2)
+    network = nn.Sequential(*layers, *copy.deepcopy(layers))
+    expected = eager_step(copy.deepcopy(network), (x,), {}, (), torch.sum)
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        ut.train_step(network, (x,), loss=torch.sum, budget=64)
+    step = ut.train_step(copy.deepcopy(network), (x,), loss=torch.sum, budget=refusal.value.minimum_bytes)
+    torch.manual_seed(5)
+    observed = observe(step.model, step(x))
+    assert [item for item in expected if not same_bits(expected[item], observed[item])] == []
+    measured_bytes = ut.measure(step, x).peak_bytes
+    assert 0.995 * step.plan.peak_bytes <= measured_bytes <= refusal.value.minimum_bytes
+
+
+def test_a_model_whose_gradients_are_cotangents_alone_is_planned():
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.amount = nn.Parameter(torch.randn(8))
+
+        def forward(self, x):
+            return x + self.amount
+
+    shift = Shift()
+    planned = ut.plan(shift, (torch.ones(8),), budget="1MiB", costs="model")
+    planned(torch.ones(8)).sum().backward()
+    assert torch.equal(shift.amount.grad, torch.ones(8))
+
+
 def test_a_model_without_gradients_keeps_to_the_budget_too():
     network = nn.Linear(1000, 1000).requires_grad_(False)
     with pytest.raises(ut.InfeasibleBudget):

@@ -344,3 +344,41 @@ def test_planning_leaves_a_running_profiler_alone():
             ut.train_step(model, (x,), loss=torch.sum, budget="1MiB")
         torch.randn(100)
     assert any(event.name == "aten::randn" for event in profiler.events())
+
+
+class Sums(nn.Module):
+    """Parameters whose gradients are one tensor, views of it, an expanded number, or read again further down."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(3, 6))
+        self.flat, self.inner = nn.Parameter(torch.randn(18)), nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, x):
+        return self.first + self.second.t() + self.flat.view(6, 3) + torch.tanh(x * self.inner)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}, {"accumulate": 2}])
+@pytest.mark.parametrize("loss", [torch.sum, lambda output: (output**2).sum()])
+def test_gradients_in_one_memory_are_given_apart(loss, settings):
+    torch.manual_seed(0)
+    model, x = Sums(), torch.randn(6, 3)
+    eager, planned = copy.deepcopy(model), copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(item.parameters(), lr=0.1, momentum=0.9) for item in (eager, planned)]
+    step = ut.train_step(planned, (x,), loss=loss, optimizer=optimizers[1], budget="1MiB", costs="model", **settings)
+    for number in range(1, 5):
+        loss(eager(x)).backward()
+        if "clip_norm" in settings:
+            nn.utils.clip_grad_norm_(eager.parameters(), settings["clip_norm"])
+        if number % settings.get("accumulate", 1) == 0:
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        step(x)
+    assert all(map(same_bits, planned.parameters(), eager.parameters()))
+
+
+def test_gradients_lie_as_their_parameters():
+    model, x = Sums(), torch.randn(6, 3)
+    ut.train_step(model, (x,), loss=torch.sum, costs="model")(x)
+    assert all(parameter.grad.stride() == parameter.stride() for parameter in model.parameters())
+    assert len({parameter.grad.data_ptr() for parameter in model.parameters()}) == 4

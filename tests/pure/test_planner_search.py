@@ -12,7 +12,7 @@ from planner_instances import chain, tiny, transformer, unet
 
 from undertow.planner.arena import EXCESS, TIME
 from undertow.planner.bounds import lower_bound_peak, lower_bound_time
-from undertow.planner.instance import check_first_runs_in_order, replay
+from undertow.planner.instance import check_first_runs_in_order, make_instance, replay
 from undertow.planner.search import minimum_peak, search
 from undertow.planner.sequence import current_schedule, make_sequence
 
@@ -98,6 +98,21 @@ def test_minimum_peak_lies_between_the_bound_and_the_base(is_fixed_order):
     smallest = minimum_peak(instance, instance.order, bound.amount - 1, is_fixed_order=is_fixed_order, num_moves=20_000)
     assert bound.amount <= smallest.peak_bytes < 0.3 * replay(instance, instance.order).peak_bytes
     assert search(instance, bound.amount - 1, is_fixed_order=is_fixed_order, num_moves=5000) is None
+
+
+def test_bounds_know_that_a_single_target_needs_every_kind():
+    instance = make_instance([4, 4, 4], [5, 5, 5], [[], [0], [1]], [[0], [1], [2]], targets=[2])
+    assert lower_bound_peak(instance, False).amount == 8
+    assert lower_bound_time(instance, 8, False).amount == 15
+
+
+def test_a_value_that_two_kinds_make_once_each_need_not_be_held():
+    reads, writes = [[], [1], [0, 2], []], [[0, 1], [2, 3], [4], [0]]
+    instance = make_instance(
+        [10, 1, 1, 10, 1], [1] * 4, reads, writes, can_repeat=[False] * 4, order=[0, 1, 2], targets=[4]
+    )
+    assert replay(instance, [0, 1, 3, 2]).peak_bytes == 12
+    assert lower_bound_peak(instance, False).amount <= 12
 
 
 def test_importing_the_planner_changes_no_warning_filter():

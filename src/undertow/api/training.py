@@ -275,7 +275,7 @@ class TrainStep:
             for index, group in enumerate(self.optimizer.param_groups):
                 if any(item is parameter for item in group["params"]):
                     return UpdateParameter(self.optimizer, parameter, index)
-        return DeliverGradient(parameter)
+        return DeliverGradient(parameter, self._is_added_up(parameter))
 
     def _is_consumed(self, gradient: Gradient) -> bool:
         if self._is_added_up(self._parameter_of(gradient)):

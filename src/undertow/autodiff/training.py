@@ -7,14 +7,16 @@ makes it. Each update stands where it can first run: its gradient complete, its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from undertow.ir import Gradient, Node, Origin, Program, Value
-from undertow.ops.lifetimes import find_lifetimes
+from undertow.ir.types import contiguous_strides
+from undertow.ops.lifetimes import find_lifetimes, is_dense
+from undertow.ops.own import RESTRIDE
 
 aten = torch.ops.aten
 
@@ -36,7 +38,13 @@ def add_updates(
     nodes = [*program.forward_nodes, first, *program.backward_nodes]
     gradients = [item for item in program.gradients if item.value is not None]
     updates: dict[int, list[Node]] = {}
-    ready = _find_ready(program, nodes, gradients)
+    roots = find_lifetimes(replace(program, nodes=tuple(nodes), num_forward_nodes=len(nodes))).root
+    ready = _find_ready(roots, nodes, gradients)
+    for index, item in enumerate(gradients):
+        copied = _copy_of(item, roots, gradients[:index], is_consumed)
+        if copied is not None:
+            updates.setdefault(ready[item.input], []).append(copied)
+            gradients[index] = replace(item, value=copied.outputs[0])
     assigned = {update.input: update.value for update in program.updates}
     for item in gradients:
         target = update_of(item)
@@ -62,9 +70,31 @@ def add_updates(
     )
 
 
-def _find_ready(program: Program, nodes: Sequence[Node], gradients: Sequence[Gradient]) -> dict[Value, int]:
+def _copy_of(
+    item: Gradient, roots: Mapping[Value, Value], earlier: Sequence[Gradient], is_consumed: Callable[[Gradient], bool]
+) -> Node | None:
+    """A copy of a gradient in its input's layout, where autograd makes one.
+
+    It does where the gradient lies otherwise, sizes of 1 aside, and where it is another input's gradient as well: what
+    is done in place to one, such as clipping, must not reach the other.
+    """
+    assert item.value is not None
+    kind = item.input.tensor_type
+    if not is_dense(item.input):
+        kind = replace(kind, strides=contiguous_strides(kind.shape))
+    strides = zip(kind.shape, kind.strides, item.value.tensor_type.strides, strict=True)
+    lies_otherwise = any(size > 1 and wanted != found for size, wanted, found in strides)
+    is_shared = not is_consumed(item) and any(
+        other.value is not None and roots.get(other.value) is roots[item.value] for other in earlier
+    )
+    if not lies_otherwise and not is_shared:
+        return None
+    value = Value(f"{item.value.name}_as_{item.input.name}", kind)
+    return Node(RESTRIDE, (item.value, kind.strides), {}, (value,), Origin(item.input.name))
+
+
+def _find_ready(roots: Mapping[Value, Value], nodes: Sequence[Node], gradients: Sequence[Gradient]) -> dict[Value, int]:
     """For each differentiated input, the last node that reads it or makes its gradient."""
-    roots = find_lifetimes(replace(program, nodes=tuple(nodes), num_forward_nodes=len(nodes))).root
     last_read: dict[Value, int] = {}
     made: dict[Value, int] = {}
     for position, node in enumerate(nodes):

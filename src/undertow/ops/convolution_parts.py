@@ -73,7 +73,15 @@ def _is_by_onednn(node: Node) -> bool:
     if any(kind.dtype is not torch.float32 or kind.device.type != "cpu" for kind in kinds):
         return False
     likenesses = [_stand_in(kind.shape, kind.strides) for kind in kinds]
+    if _has_two_layouts(likenesses[0]):
+        return False
     return str(torch._C._select_conv_backend(*likenesses, None, *geometry)) == "_ConvBackend.Mkldnn"
+
+
+def _has_two_layouts(x: Tensor) -> bool:
+    """Whether an input of one channel or one position is of both layouts: what runs then hangs on strides that say
+    nothing, and of which the Program is not sure."""
+    return x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 
 register_parts(aten.convolution_backward.default, _parts)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from undertow.ir import TensorType
+
 aten = torch.ops.aten
 
 # Batch normalisation in training mode updates its running statistics, which these schemas do not declare
@@ -32,6 +34,7 @@ _FAKE_STRIDES_DIFFER = {
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit.no_stats,
+    aten.native_batch_norm_backward.default,
     aten._weight_norm_interface.default,
     aten.rrelu_with_noise.default,
     aten.copysign.Tensor,
@@ -51,10 +54,13 @@ _FAKE_STRIDES_DIFFER = {
 
 
 def is_type_found_by_running(target: OpOverload, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether fake tensors cannot be trusted with the outputs' types of this call."""
+    """Whether fake tensors cannot be trusted with the outputs' types of this call.
+
+    Strides along dimensions of size 1 count, as they do for the real kernels: some choose a layout by them.
+    """
     if target in _FAKE_SIZES_DIFFER:
         return True
-    return target in _FAKE_STRIDES_DIFFER and any(not tensor.is_contiguous() for tensor in tensors)
+    return target in _FAKE_STRIDES_DIFFER and any(not TensorType.of(tensor).is_contiguous for tensor in tensors)
 
 
 @dataclass(frozen=True)

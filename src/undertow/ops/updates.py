@@ -71,14 +71,21 @@ class UpdateParameter:
 
 @dataclass(frozen=True, eq=False)
 class DeliverGradient:
-    """Gives a finished gradient to its parameter, as autograd's accumulation does."""
+    """Gives a finished gradient to its parameter, as autograd's accumulation does.
+
+    One that is added up from call to call is kept apart: the step may go on to write over what it was given.
+    """
 
     parameter: torch.nn.Parameter = field(repr=False)
+    is_added_up: bool
     has_effect = True
 
     def __call__(self, gradient: torch.Tensor) -> None:
         known = self.parameter.grad
-        self.parameter.grad = gradient if known is None else known.add_(gradient)
+        if known is None:
+            self.parameter.grad = gradient.clone() if self.is_added_up else gradient
+        else:
+            known.add_(gradient)
 
     def __str__(self) -> str:
         return "deliver_gradient"

@@ -70,8 +70,12 @@ class Necessity:
                 self.needed_by[other].append(kind)
         roots = [kind for value in instance.targets.tolist() for kind in self.needs_of_value[value]]
         self.required = self._reach(roots, self.needs.__getitem__)
-        # A value no kind can make a second time: it must be held from its making to its last necessary read.
-        self.is_unique = [not any(instance.can_repeat[kind] for kind in row) for row in self.writers]
+        # A value that comes about once only: it must be held from its making to its last necessary read.
+        initial = set(instance.initial.tolist())
+        self.is_unique = [
+            len(row) + (value in initial) <= 1 and not any(instance.can_repeat[kind] for kind in row)
+            for value, row in enumerate(self.writers)
+        ]
 
     def _find_needs(self) -> list[list[int]]:
         """For each kind, kinds without which it cannot run; what those need is left out.
@@ -83,7 +87,7 @@ class Necessity:
         base = instance.order.tolist()
         order = base + sorted(set(range(instance.num_kinds)) - set(base))
         place_of = {kind: place for place, kind in enumerate(order)}
-        everything = (1 << instance.num_kinds) - 1
+        everything = (1 << (instance.num_kinds + 1)) - 1  # one more than there are: what nothing can make
         initial = set(instance.initial.tolist())
         must = [0 if value in initial else everything for value in range(instance.num_values)]
         must_run = [everything] * instance.num_kinds  # what has run when the kind has

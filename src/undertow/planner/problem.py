@@ -92,6 +92,8 @@ class _Builder:
                 self.updated.append(token)
             elif token is not None:
                 last_effect = token
+        if self.program.cotangents and not self.program.backward_nodes:
+            order.append(self._add_boundary(last_effect))
         for alternative in alternatives:
             if not self._is_bound(alternative.node.kept_outputs):
                 self._add_alternative(alternative)
