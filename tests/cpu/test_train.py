@@ -215,6 +215,15 @@ def test_kills():
     assert json.loads(done.stdout)["kills"] == 4
 
 
+@pytest.fixture
+def listening():
+    """Ctrl-C as in a terminal: a process started in the background ignores it, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 def test_ctrl_c_saves_and_stops(capsys, monkeypatch):
     whole = train(capsys, "--out", "whole")
     from undertow.train.run import Run

@@ -255,7 +255,9 @@ class Recorder(TorchDispatchMode):
         shapes = [target.fake.shape for target in targets]
         with self.on_fakes():
             result = func(*fake_args, **fake_kwargs)
-        if is_type_found_by_running(func, self._cpu_tensors((fake_args, tuple(fake_kwargs.values())))):
+        # A draw would move the user's generator.
+        is_found = not schema_of(func).is_random
+        if is_found and is_type_found_by_running(func, self._cpu_tensors((fake_args, tuple(fake_kwargs.values())))):
             result = self._run_on_zeros(func, fake_args, fake_kwargs)
         if any(target.fake.shape != shape for target, shape in zip(targets, shapes, strict=True)):
             self.refuse(f"{operation_name(func)}, which changes a tensor's size in place", "make a new tensor instead")
