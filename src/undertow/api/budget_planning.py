@@ -255,10 +255,10 @@ def _leave_room_for_graph(planner: Planner, plan: Plan) -> Plan:
         if budget_bytes is None or whole.peak_bytes <= budget_bytes:
             outcome = plan.outcome if smaller is plan else Outcome.FEASIBLE
             return replace(whole, budget_bytes=budget_bytes, lower_bound_ns=plan.lower_bound_ns, outcome=outcome)
-        found = find_plan(planner, smaller.peak_bytes - (whole.peak_bytes - budget_bytes))
-        if found is None:
+        wanted_bytes = max(smaller.peak_bytes - (whole.peak_bytes - budget_bytes), planner.smallest.peak_bytes)
+        if wanted_bytes >= smaller.peak_bytes:
             break
-        smaller = found
+        smaller = planner.plan_within(wanted_bytes)
     return plan
 
 

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from undertow.ir import InputKind, Plan
+from undertow.ir import InputKind, Plan, Program
 
 # c10/core/AllocatorConfig.h: blocks of up to a MiB come from segments of two, others from such of 20 or their own.
 BLOCK_BYTES = 512
@@ -27,7 +27,10 @@ _SEGMENT_SPAN = 1 << 48  # between two segments' addresses: they never join
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """The stretch that a graph starts with, and all that it holds: that, and segments of small tensors."""
+    """The stretch that a graph starts with, and all that its step takes.
+
+    That is the stretch, segments of small tensors, and the outputs, of which every call hands out copies.
+    """
 
     stretch_bytes: int
     total_bytes: int
@@ -47,7 +50,12 @@ def find_graph_memory(plan: Plan) -> GraphMemory:
             break
         size = (least + most) // 2
     best = min(found, key=lambda size: found[size])
-    return GraphMemory(best, found[best])
+    return GraphMemory(best, found[best] + copied_output_bytes(plan.program))
+
+
+def copied_output_bytes(program: Program) -> int:
+    """The copies of a graph's outputs that its user is given."""
+    return sum(_round_up(value.type.allocated_bytes, BLOCK_BYTES) for value in program.outputs)
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,9 @@ class _Allocator:
         self._add(self.num_segments * _SEGMENT_SPAN, size)
 
     def allocate(self, num_bytes: int) -> tuple[int, int]:
-        """Address and size of a block."""
+        """Address and size of a block; for no bytes there is none."""
+        if not num_bytes:
+            return 0, 0
         wanted = _round_up(num_bytes, BLOCK_BYTES)
         place = bisect_left(self._free, (wanted, 0))
         if place == len(self._free):
@@ -130,6 +140,8 @@ class _Allocator:
 
     def free(self, address: int, size: int) -> None:
         """Give a block back; free neighbours become one with it."""
+        if not size:
+            return
         self.alive_bytes -= size
         after = self._size_at.get(address + size)
         if after is not None:

@@ -27,7 +27,7 @@ from torch._ops import OpOverload
 from undertow.ir import InputKind, Node, OpaqueType, Plan, Program, format_bytes
 from undertow.ops.own import GENERATOR_STATE, GUARDS, Mutating, Replayed, is_random
 from undertow.ops.updates import UPDATES, DeliverGradient, StepAfterwards, UpdateParameter
-from undertow.runtime.graph_memory import find_graph_memory
+from undertow.runtime.graph_memory import copied_output_bytes, find_graph_memory
 
 WARM_CALLS = 2  # kernels are loaded and chosen, and what they keep is allocated, before anything is captured
 NUM_TRIALS = 5  # of sizes of the graph's memory, where the one found is too small
@@ -191,7 +191,7 @@ class GraphedStep:
 
     def _keep_within_budget(self, captured: _Captured) -> None:
         others = sum(size for name, size in self._plan.held.items() if name != GRAPH_EXTRA)
-        total_bytes = others + captured.num_bytes
+        total_bytes = others + captured.num_bytes + copied_output_bytes(self._plan.program)
         budget_bytes = self._plan.budget_bytes
         if budget_bytes is None or total_bytes <= budget_bytes:
             self._captured = captured
