@@ -258,7 +258,9 @@ def _leave_room_for_graph(planner: Planner, plan: Plan) -> Plan:
         wanted_bytes = max(smaller.peak_bytes - (whole.peak_bytes - budget_bytes), planner.smallest.peak_bytes)
         if wanted_bytes >= smaller.peak_bytes:
             break
-        smaller = planner.plan_within(wanted_bytes)
+        found = find_plan(planner, wanted_bytes)
+        assert found is not None
+        smaller = found
     return plan
 
 

@@ -8,7 +8,7 @@ same order, found by experiment on torch 2.13, for vector bodies and tails alike
     a.lerp(b, w)                 fma(w, b - a, a) if |w| < 0.5 else fma(-(b - a), 1 - w, b)
     a.addcmul(b, c, value=v)     fma(v b, c, a)
     a.addcdiv(b, c, value=v)     a + (v b) / c
-    sqrt                         MKL's, not the correctly rounded one: PyTorch is called, on one block in the cache
+    sqrt                         MKL's, not the correctly rounded one, where PyTorch was built with MKL: it is called
 
 PyTorch built or run without fused multiply-add rounds differently; `is_bit_identical` asks once per process. Not done:
 amsgrad, maximize, sparse gradients, learning rates as tensors.
@@ -16,7 +16,9 @@ amsgrad, maximize, sparse gradients, learning rates as tensors.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -27,12 +29,13 @@ from undertow.kernels.streaming import distinct
 from undertow.kernels.threads import run_parallel
 
 if HAS_NUMBA:
+    from llvmlite import ir
     from numba import types
 
-# Elements per thread between two calls of PyTorch's square root: five arrays of them stay in a 1 MiB L2 cache.
-_BLOCK_ELEMENTS = 1 << 15
-# Elements of one iteration of the parallel loop.
-_PIECE_ELEMENTS = 1 << 12
+# Elements of one iteration of the parallel loop: five arrays of them stay in the second cache between its two passes.
+_PIECE_ELEMENTS = 1 << 14
+# mkl_vml_defines.h: VML_HA, VML_FTZDAZ_OFF, VML_ERRMODE_IGNORE, as PyTorch calls it.
+_SQUARE_ROOT_MODE = 0x2 | 0x140000 | 0x100
 
 _intrinsic: Any = intrinsic
 # Without fastmath: LLVM fuses nothing by itself.
@@ -47,6 +50,22 @@ def _fused(typing_context: Any, factor: Any, other: Any, addend: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
+
+    return signature, generate
+
+
+@_intrinsic
+def _call_square_root(typing_context: Any, address: Any, number: Any, source: Any, target: Any) -> Any:
+    """MKL's vmsSqrt, at an address."""
+    signature = types.void(types.int64, types.int64, types.int64, types.int64)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number, pointer, mode = ir.IntType(32), ir.FloatType().as_pointer(), ir.IntType(64)
+        kind = ir.FunctionType(ir.VoidType(), [number, pointer, pointer, mode])
+        function = builder.inttoptr(arguments[0], kind.as_pointer())
+        places = [builder.inttoptr(place, pointer) for place in arguments[2:]]
+        builder.call(function, [builder.trunc(arguments[1], number), *places, ir.Constant(mode, _SQUARE_ROOT_MODE)])
+        return context.get_dummy_value()
 
     return signature, generate
 
@@ -102,10 +121,22 @@ def _moments_piece(
         average_square[index] = _fused(taken * step, step, average_square[index] * beta2)
 
 
+@_loop
+def _step_piece(
+    parameter: Any, average: Any, root: Any, num_elements: int, correction: Any, epsilon: Any, negative_step: Any
+) -> None:
+    parameter, average, root = distinct(parameter), distinct(average), distinct(root)
+    for offset in range(num_elements):
+        index = numpy.uint64(offset)
+        divisor = root[index] / correction + epsilon
+        parameter[index] += (negative_step * average[index]) / divisor
+
+
 @_parallel
-def _moments(
+def _adam(
     parameter: Any, gradient: Any, average: Any, average_square: Any, weight: Any, rest: Any, is_small: bool,
-    beta2: Any, taken: Any, shrink: Any, decay: Any, is_decoupled: bool, is_coupled: bool,
+    beta2: Any, taken: Any, shrink: Any, decay: Any, is_decoupled: bool, is_coupled: bool, correction: Any,
+    epsilon: Any, negative_step: Any, square_root: int,
 ) -> None:  # fmt: skip
     for piece in numba.prange((parameter.size + _PIECE_ELEMENTS - 1) // _PIECE_ELEMENTS):
         first: Any = numpy.int64(piece) * _PIECE_ELEMENTS
@@ -114,25 +145,15 @@ def _moments(
             parameter, gradient, average, average_square, first, last, weight, rest, is_small, beta2, taken, shrink,
             decay, is_decoupled, is_coupled,
         )  # fmt: skip
-
-
-@_loop
-def _step_piece(
-    parameter: Any, average: Any, root: Any, first: int, last: int, correction: Any, epsilon: Any, negative_step: Any
-) -> None:
-    parameter, average, root = distinct(parameter), distinct(average), distinct(root)
-    for offset in range(last - first):
-        index = numpy.uint64(first + offset)
-        divisor = root[index] / correction + epsilon
-        parameter[index] += (negative_step * average[index]) / divisor
-
-
-@_parallel
-def _step(parameter: Any, average: Any, root: Any, correction: Any, epsilon: Any, negative_step: Any) -> None:
-    for piece in numba.prange((parameter.size + _PIECE_ELEMENTS - 1) // _PIECE_ELEMENTS):
-        first: Any = numpy.int64(piece) * _PIECE_ELEMENTS
-        last = min(parameter.size, first + _PIECE_ELEMENTS)
-        _step_piece(parameter, average, root, first, last, correction, epsilon, negative_step)
+        root = numpy.empty(last - first, numpy.float32)
+        if square_root != 0:
+            _call_square_root(square_root, last - first, average_square[first:last].ctypes.data, root.ctypes.data)
+        else:
+            for index in range(last - first):
+                root[index] = numpy.sqrt(average_square[first + index])
+        _step_piece(
+            parameter[first:last], average[first:last], root, last - first, correction, epsilon, negative_step
+        )  # fmt: skip
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,15 +204,16 @@ def adam_step(
         weight_decay != 0 and is_decoupled, weight_decay != 0 and not is_decoupled,
     )  # fmt: skip
     last_constants = (numpy.float32(correction), numpy.float32(epsilon), numpy.float32(-step_size))
-    flats = [_flat(tensor) for tensor in (parameter, gradient, average, average_square)]
-    block = _BLOCK_ELEMENTS * torch.get_num_threads()
-    root = torch.empty(min(block, parameter.numel()))
-    for start in range(0, parameter.numel(), block):
-        pieces = [flat[start : start + block] for flat in flats]
-        arrays = [piece.numpy() for piece in pieces]
-        run_parallel(_moments, *arrays, *constants)
-        torch.sqrt(pieces[3], out=root[: len(pieces[3])])
-        run_parallel(_step, arrays[0], arrays[2], root[: len(pieces[3])].numpy(), *last_constants)
+    arrays = (_flat(tensor).numpy() for tensor in (parameter, gradient, average, average_square))
+    run_parallel(_adam, *arrays, *constants, *last_constants, _square_root())
+
+
+@functools.cache
+def _square_root() -> int:
+    """The address of the square root that PyTorch calls; 0 for the processor's own."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))  # which is loaded already
+    function = getattr(library, "vmsSqrt", None)
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache

@@ -7,14 +7,18 @@ from dataclasses import replace
 import torch
 
 from undertow.ir import Node, Value
-from undertow.ops.fast_products import PRODUCT
+from undertow.kernels.compiler import HAS_NUMBA
+from undertow.ops.fast_products import PACKED_PRODUCT, PRODUCT
 from undertow.ops.onednn import PRODUCT_PREPARED, REORDER_PRODUCT, has_onednn
 
 
 def product_choices(node: Node) -> list[Node]:
     """Ways to run `mm(left, right)`."""
     left, right = node.args
-    return _choices(node, left, right, None)
+    found = _choices(node, left, right, None)
+    if not found or not HAS_NUMBA:
+        return found
+    return [*found, replace(node, target=PACKED_PRODUCT)]
 
 
 def biased_product_choices(node: Node) -> list[Node]:

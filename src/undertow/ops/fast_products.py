@@ -1,7 +1,7 @@
-"""Matrix products by oneDNN instead of the linear algebra library that PyTorch was built with.
+"""Matrix products by oneDNN, or by a loop of our own, instead of the library that PyTorch was built with.
 
-On 2 cores with AVX-512, float32: 8 % faster on square products, 1.4 times on a vocabulary (1024 x 768 x 50257), twice
-on a few rows (8 x 25088 x 4096); slower on some, so each shape is measured.
+oneDNN, on 2 cores with AVX-512, float32: 8 % faster on square products, 1.4 times on a vocabulary (1024 x 768 x 50257),
+twice on a few rows (8 x 25088 x 4096); slower on some, so each shape is measured. The own one: see its kernel.
 """
 
 from __future__ import annotations
@@ -9,12 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from undertow.kernels.compiler import HAS_NUMBA
 from undertow.ops.own import OwnOperation
+
+if HAS_NUMBA:
+    from undertow.kernels.packed_product import multiply_packed
 
 
 def _multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
 
 
+def _multiply_packed(left: Tensor, right: Tensor) -> Tensor:
+    left, right = (item if 1 in item.stride() else item.contiguous() for item in (left, right))
+    result = left.new_empty(left.shape[0], right.shape[1])
+    multiply_packed(left, right, result)
+    return result
+
+
 # (left, right, bias or None) -> left @ right + bias
 PRODUCT = OwnOperation("mm.onednn", _multiply)
+
+# (left, right) -> left @ right
+PACKED_PRODUCT = OwnOperation("mm.packed", _multiply_packed)

@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from undertow.ir import Node, Value, operation_name
+from undertow.kernels.draws import draw_bernoulli
 from undertow.ops.registry import bind_arguments
 from undertow.ops.schema import flatten_outputs, schema_of
 
@@ -40,6 +41,16 @@ class OwnOperation:
 
     def __str__(self) -> str:
         return self.name
+
+
+# Kernels of our own with the bits of the operations that they stand for.
+_STAND_INS: dict[Any, Callable[..., Any]] = {aten.bernoulli_.float: draw_bernoulli}
+
+
+def function_of(target: Any) -> Callable[..., Any]:
+    """What is called to run an operation on tensors that hold something."""
+    found: Callable[..., Any] = _STAND_INS.get(target, target)
+    return found
 
 
 def _restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -117,7 +128,7 @@ class Replayed:
         before = generator.get_state()
         generator.set_state(state)
         try:
-            return tuple(flatten_outputs(self.target(*args, **kwargs)))
+            return tuple(flatten_outputs(function_of(self.target)(*args, **kwargs)))
         finally:
             generator.set_state(before)
 
@@ -149,7 +160,7 @@ class Mutating:
         else:  # the common case, without the cost of naming every argument
             given = list(args)
             copies = _copy_items(given, places)
-            result = self.target(*given)
+            result = function_of(self.target)(*given)
         outputs = flatten_outputs(result) if result is not None else []
         fresh = [output for output in outputs if not any(output is copy for copy in copies)]
         return (*fresh, *copies)

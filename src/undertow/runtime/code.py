@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from undertow.ir import Gradient, Node, Program, Value
 from undertow.ops.lifetimes import find_lifetimes
+from undertow.ops.own import function_of
 from undertow.ops.schema import schema_of
 
 aten = torch.ops.aten
@@ -168,8 +169,9 @@ class _Writer:
         target = _BACKWARD_TARGETS.get(node.target, node.target) if is_backward else node.target
         arguments = [self._write_argument(argument) for argument in node.args]
         arguments += [f"{name}={self._write_argument(argument)}" for name, argument in node.kwargs.items()]
-        # An OpOverload only hands its arguments on to `_op`, at the cost of a Python frame.
-        function = target._op if isinstance(target, OpOverload) else target
+        function = function_of(target)
+        if isinstance(function, OpOverload):
+            function = function._op  # to which it only hands its arguments on, at the cost of a Python frame
         call = f"{self._constant(function)}({', '.join(arguments)})"
         if not node.outputs:
             return call

@@ -19,7 +19,7 @@ from undertow.errors import CallError, UndertowError
 from undertow.ir import Node, OpaqueType, Value, map_values
 from undertow.ir.cost import Cost, signature
 from undertow.ops.modes import below_autograd
-from undertow.ops.own import GUARDS, Replayed, default_generator, is_view
+from undertow.ops.own import GUARDS, Replayed, default_generator, function_of, is_view
 from undertow.ops.schema import flatten_outputs
 from undertow.ops.updates import DeliverGradient, StepAfterwards
 from undertow.ops.work import work_of
@@ -78,7 +78,7 @@ def _prepare(node: Node) -> tuple[Callable[[], Any], dict[int, int]]:
     args = map_values(node.args, tensors.__getitem__)
     kwargs = {name: map_values(item, tensors.__getitem__) for name, item in node.kwargs.items()}
     rehearse = getattr(node.target, "prepare_rehearsal", None)
-    call = rehearse(*args, **kwargs) if rehearse is not None else lambda: node.target(*args, **kwargs)
+    call = rehearse(*args, **kwargs) if rehearse is not None else lambda: function_of(node.target)(*args, **kwargs)
     return call, _storages(list(tensors.values()))
 
 

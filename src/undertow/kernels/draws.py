@@ -1,0 +1,130 @@
+"""Bernoulli draws from PyTorch's generator on the CPU, with PyTorch's bits, ten times as fast.
+
+In: a dense float32 tensor, which is filled with 0 and 1, the probability of 1, and a generator, which moves on as under
+`Tensor.bernoulli_`. PyTorch draws one element after the other; here a whole state of the Mersenne twister (Matsumoto
+and Nishimura, 1998) is made and used at once, which the compiler turns into vectors.
+
+A draw takes two words, r1 and r2, of the generator: the 53 lowest bits of r1 2^32 + r2, over 2^53, are compared with
+the probability in float64, which is exact. Where PyTorch calls MKL instead, on Intel's processors, it draws other
+numbers: `has_pytorch_bits` asks once per process.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from undertow.kernels.compiler import HAS_NUMBA, numba
+
+aten = torch.ops.aten
+
+_NUM_WORDS = 624
+_SHIFT = 397
+# c10's CPUGeneratorImplState: seed (8 bytes), words left (4), is seeded (4), next word (8), the words, 8 bytes each.
+_STATE_BYTES = 5056
+_LEFT, _NEXT, _WORDS = 8, 16, slice(24, 24 + 8 * _NUM_WORDS)
+
+
+@numba.njit(error_model="numpy", inline="always")
+def _twist(word: Any, following: Any, far: Any) -> Any:
+    mixed = (word & numpy.uint32(0x80000000)) | (following & numpy.uint32(0x7FFFFFFF))
+    odd = numpy.uint32(0) - (following & numpy.uint32(1))
+    return far ^ (mixed >> numpy.uint32(1)) ^ (odd & numpy.uint32(0x9908B0DF))
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _make_words(words: Any, tempered: Any) -> None:
+    """The next state, and what the generator hands out of it."""
+    for index in range(_NUM_WORDS - _SHIFT):
+        words[index] = _twist(words[index], words[index + 1], words[index + _SHIFT])
+    for index in range(_NUM_WORDS - _SHIFT, _NUM_WORDS - 1):
+        words[index] = _twist(words[index], words[index + 1], words[index + _SHIFT - _NUM_WORDS])
+    words[_NUM_WORDS - 1] = _twist(words[_NUM_WORDS - 1], words[0], words[_SHIFT - 1])
+    _temper(words, tempered)
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _temper(words: Any, tempered: Any) -> None:
+    for index in range(_NUM_WORDS):
+        word = words[index]
+        word ^= word >> numpy.uint32(11)
+        word ^= (word << numpy.uint32(7)) & numpy.uint32(0x9D2C5680)
+        word ^= (word << numpy.uint32(15)) & numpy.uint32(0xEFC60000)
+        tempered[index] = word ^ (word >> numpy.uint32(18))
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _compare(tempered: Any, threshold: Any, out: Any) -> None:
+    for index in range(out.size):
+        high = numpy.uint64(tempered[2 * index] & numpy.uint32(0x1FFFFF))
+        low = numpy.uint64(tempered[2 * index + 1])
+        out[index] = numpy.float32((high << numpy.uint64(32)) | low < threshold)
+
+
+@numba.njit(cache=True, error_model="numpy")
+def _draw(words: Any, position: int, threshold: Any, out: Any) -> int:
+    """Fill `out`; `position` words of the state have been used, and the number used afterwards is returned."""
+    tempered = numpy.empty(_NUM_WORDS, numpy.uint32)
+    pair = numpy.empty(2, numpy.uint32)
+    _temper(words, tempered)
+    start = 0
+    while start < out.size:
+        num_draws = min((_NUM_WORDS - position) // 2, out.size - start)
+        _compare(tempered[position:], threshold, out[start : start + num_draws])
+        start += num_draws
+        position += 2 * num_draws
+        if start == out.size:
+            break
+        has_one_left = position < _NUM_WORDS
+        if has_one_left:
+            pair[0] = tempered[_NUM_WORDS - 1]
+        _make_words(words, tempered)
+        position = 0
+        if has_one_left:
+            pair[1] = tempered[0]
+            _compare(pair, threshold, out[start : start + 1])
+            start += 1
+            position = 1
+    return position
+
+
+def draw_bernoulli(tensor: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
+    """`tensor.bernoulli_(p)`; PyTorch's own where this one does not apply."""
+    is_plain = tensor.device.type == "cpu" and tensor.dtype is torch.float32 and tensor.is_contiguous()
+    if not is_plain or not 0 <= p <= 1 or not has_pytorch_bits():
+        return aten.bernoulli_.float(tensor, p, generator=generator)
+    return _fill(tensor, p, torch.default_generator if generator is None else generator)
+
+
+def _fill(tensor: Tensor, p: float, generator: torch.Generator) -> Tensor:
+    state = generator.get_state()
+    raw = state.numpy()
+    left, following, long_words = raw[_LEFT:].view(numpy.int32), raw[_NEXT:].view(numpy.uint64), raw[_WORDS]
+    words = long_words.view(numpy.uint64).astype(numpy.uint32)
+    # A fresh state has one word "left", which is none: the next draw makes new ones.
+    position = _NUM_WORDS if left[0] == 1 else int(following[0])
+    out = tensor.detach().view(-1).numpy()
+    position = _draw(words, position, numpy.uint64(math.ceil(p * 2.0**53)), out)
+    long_words.view(numpy.uint64)[:] = words
+    left[0], following[0] = _NUM_WORDS - position + 1, position
+    generator.set_state(state)
+    return tensor
+
+
+@cache
+def has_pytorch_bits() -> bool:
+    """Whether PyTorch on this machine draws as stated above."""
+    if not HAS_NUMBA or torch.default_generator.get_state().numel() != _STATE_BYTES:
+        return False
+    own, others = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    for size, p in ((1, 0.5), (700, 0.9), (311, 0.1), (3, 1.0), (1000, 0.3)):
+        found, expected = _fill(torch.empty(size), p, own), torch.empty(size).bernoulli_(p, generator=others)
+        if not torch.equal(found, expected) or not torch.equal(own.get_state(), others.get_state()):
+            return False
+        torch.randint(9, (1,), generator=own), torch.randint(9, (1,), generator=others)  # one word: pairs straddle
+    return True
