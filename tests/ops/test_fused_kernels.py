@@ -1,16 +1,19 @@
 """Undertow's fused kernels against PyTorch in float64, with bounds derived from the number of roundings."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from undertow.kernels.batch_norm import batch_norm_backward, batch_norm_evaluate, batch_norm_forward, rows_of
 from undertow.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from undertow.kernels.draws import draw_bernoulli, has_pytorch_bits
 from undertow.kernels.elementwise import compile_chain
 from undertow.kernels.layer_norm import layer_norm_backward, layer_norm_forward
 from undertow.kernels.max_pool import max_pool_backward, max_pool_forward
 from undertow.kernels.optimizers import adam_step, is_bit_identical, sgd_step
+from undertow.kernels.packed_product import multiply_packed
 from undertow.kernels.product import multiply_blocked, multiply_naive
 from undertow.kernels.window_codes import encode_windows
 
@@ -393,3 +396,59 @@ def test_products(rows, inner, columns, threads):
         assert_near(out, exact, size, inner + 1)
     with pytest.raises(ValueError, match="block size"):
         multiply_blocked(a, b, 0, out)
+
+
+@pytest.mark.parametrize("rows, inner, columns", [(1, 1, 1), (7, 3, 5), (8, 32, 32), (37, 53, 71), (300, 1100, 97)])
+@pytest.mark.parametrize("is_left_turned", [False, True])
+@pytest.mark.parametrize("is_right_turned", [False, True])
+def test_packed_products(threads, rows, inner, columns, is_left_turned, is_right_turned):
+    a = torch.randn(inner, rows).t() if is_left_turned else torch.randn(rows, inner)
+    b = torch.randn(columns, inner).t() if is_right_turned else torch.randn(inner, columns)
+    around = torch.full((rows + 2, columns), 7.0)  # nothing beside the result is written
+    out = around[1:-1]
+    multiply_packed(a, b, out.fill_(torch.nan))
+    assert_near(out, a.double() @ b.double(), a.double().abs() @ b.double().abs(), inner + 1)
+    assert (around[0] == 7).all()
+    assert (around[-1] == 7).all()
+
+
+def test_packed_products_of_several_blocks_of_columns(threads):
+    a, b, out = torch.randn(150, 40), torch.randn(40, 4500), torch.empty(150, 4500)
+    multiply_packed(a, b, out)
+    assert_near(out, a.double() @ b.double(), a.double().abs() @ b.double().abs(), 41)
+
+
+def draw_both(make, p, own, others):
+    """Draws and states of ours and PyTorch's."""
+    found, expected = draw_bernoulli(make(), p, generator=own), make().bernoulli_(p, generator=others)
+    assert torch.equal(found, expected)
+    assert torch.equal(own.get_state(), others.get_state())
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1 - 2**-53, 1.0])
+def test_draws_are_pytorchs(p):
+    own, others = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    for size in (0, 1, 2, 311, 312, 313, 5000):
+        draw_both(lambda size=size: torch.empty(size), p, own, others)
+        for generator in (own, others):
+            torch.randint(10, (1,), generator=generator)  # one word of the state: the next draws straddle two
+            torch.randn(1, generator=generator)  # keeps a second number in the state
+    draw_both(lambda: torch.empty(6, 4, 5).transpose(0, 1), p, own, others)
+    draw_both(lambda: torch.empty(50, dtype=torch.float64), p, own, others)
+
+
+def test_draws_from_the_usual_generator_and_bad_probabilities():
+    state = torch.get_rng_state()
+    expected = torch.empty(1000).bernoulli_(0.3)
+    torch.set_rng_state(state)
+    assert torch.equal(draw_bernoulli(torch.empty(1000), 0.3), expected)
+    for p in (-0.1, 1.1, float("nan")):
+        with pytest.raises(RuntimeError, match="bernoulli_ expects p to be in"):
+            draw_bernoulli(torch.empty(3), p)
+
+
+def test_draws_are_ours_where_they_can_be():
+    processor = Path("/proc/cpuinfo")
+    if not processor.exists() or "AuthenticAMD" not in processor.read_text():
+        pytest.skip("PyTorch draws by MKL on Intel's processors, and elsewhere nothing was compared")
+    assert has_pytorch_bits()

@@ -96,7 +96,7 @@ def _draw(words: Any, position: int, threshold: Any, out: Any) -> int:
 def draw_bernoulli(tensor: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
     """`tensor.bernoulli_(p)`; PyTorch's own where this one does not apply."""
     is_plain = tensor.device.type == "cpu" and tensor.dtype is torch.float32 and tensor.is_contiguous()
-    if not is_plain or not 0 <= p <= 1 or not has_pytorch_bits():
+    if not is_plain or not tensor.numel() or not 0 <= p <= 1 or not has_pytorch_bits():
         return aten.bernoulli_.float(tensor, p, generator=generator)
     return _fill(tensor, p, torch.default_generator if generator is None else generator)
 

@@ -21,13 +21,15 @@ MAX_FILE_BYTES = 64 << 20  # a file from elsewhere is not read without end
 MAX_COSTS = 1 << 16  # inputs that change shape at every step would fill the disk
 # An hour in nanoseconds, 4 TiB: more was not measured here. The planner adds up such numbers in 64 bits.
 MAX_AMOUNT = 1 << 42
+# Raised where a kernel of our own comes to take another time or workspace: older measurements are left aside.
+KERNELS = 2
 
 
 def cache_path(device: torch.device) -> Path:
-    """The file for this machine, device, number of threads and version of PyTorch."""
+    """The file for this machine, device, number of threads, version of PyTorch and our kernels."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    identity = f"{name}|{torch.get_num_threads()}|{torch.__version__}"
+    identity = f"{name}|{torch.get_num_threads()}|{torch.__version__}|{KERNELS}"
     return Path(root) / "undertow" / f"costs-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
