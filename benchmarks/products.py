@@ -1,4 +1,4 @@
-"""Matrix products beside each other: naive, blocked at several block sizes, MKL, oneDNN. Two pictures and one table.
+"""Matrix products beside each other: naive, blocked at several sizes, packed, MKL, oneDNN. Two pictures, two tables.
 
 The contenders are interleaved, the best of all rounds is taken: what is compared is how fast the loop can go, not what
 else the machine did. Usage: scripts/bench products [--rounds N] [--out F]
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from machine import describe_machine
 
+from undertow.kernels.packed_product import multiply_packed
 from undertow.kernels.product import multiply_blocked, multiply_naive
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -26,7 +27,7 @@ SWEPT_SIZE = 1024
 # Beyond this, the naive product only costs time.
 NAIVE_LIMIT = 1024
 WIDTH, HEIGHT, MARGIN = 640, 400, 56
-COLOURS = {"naive": "#d95f02", "blocked": "#1b9e77", "MKL": "#444444", "oneDNN": "#7570b3"}
+COLOURS = {"naive": "#d95f02", "blocked": "#1b9e77", "packed": "#e7298a", "MKL": "#444444", "oneDNN": "#7570b3"}
 
 
 def contenders_of(size: int) -> dict[str, Callable[[], Any]]:
@@ -36,6 +37,7 @@ def contenders_of(size: int) -> dict[str, Callable[[], Any]]:
     contenders: dict[str, Callable[[], Any]] = {
         "MKL": lambda: torch.mm(a, b, out=out),
         "oneDNN": lambda: torch.ops.mkldnn._linear_pointwise(a, transposed, None, "none", [], ""),
+        "packed": lambda: multiply_packed(a, b, out),
     }
     if size <= NAIVE_LIMIT:
         contenders["naive"] = lambda: multiply_naive(a, b, out)
@@ -44,9 +46,31 @@ def contenders_of(size: int) -> dict[str, Callable[[], Any]]:
     return contenders
 
 
-def measure(size: int, num_rounds: int) -> dict[str, float]:
+# Of a step of an MLP and of GPT-2: rows, terms and columns, and which factor lies transposed.
+STEP_SHAPES = {
+    "MLP, y = x w^T": (256, 4096, 4096, "right"),
+    "MLP, ct_x = ct w": (256, 4096, 4096, ""),
+    "MLP, ct_w = ct^T x": (4096, 256, 4096, "left"),
+    "GPT-2, ct_w = ct^T x": (3072, 1024, 768, "left"),
+    "GPT-2, vocabulary, y = x w^T": (1024, 768, 50257, "right"),
+    "GPT-2, vocabulary, ct_w = ct^T x": (50257, 1024, 768, "left"),
+}
+
+
+def contenders_of_step(rows: int, terms: int, columns: int, turned: str) -> dict[str, Callable[[], Any]]:
+    """The ways that a fast step chooses from."""
+    a = torch.randn(terms, rows).t() if turned == "left" else torch.randn(rows, terms)
+    b = torch.randn(columns, terms).t() if turned == "right" else torch.randn(terms, columns)
+    out = torch.empty(rows, columns)
+    return {
+        "MKL": lambda: torch.mm(a, b, out=out),
+        "oneDNN": lambda: torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], ""),
+        "packed": lambda: multiply_packed(a, b, out),
+    }
+
+
+def measure(contenders: dict[str, Callable[[], Any]], num_flops: int, num_rounds: int) -> dict[str, float]:
     """GFLOP/s of every contender: the best of all rounds."""
-    contenders = contenders_of(size)
     best = dict.fromkeys(contenders, math.inf)
     for contender in contenders.values():
         contender()
@@ -55,7 +79,7 @@ def measure(size: int, num_rounds: int) -> dict[str, float]:
             start = time.perf_counter()
             contender()
             best[name] = min(best[name], time.perf_counter() - start)
-    return {name: round(2 * size**3 / seconds / 1e9, 2) for name, seconds in best.items()}
+    return {name: round(num_flops / seconds / 1e9, 2) for name, seconds in best.items()}
 
 
 def draw(title: str, unit: str, lines: dict[str, list[tuple[float, float]]]) -> str:
@@ -91,8 +115,8 @@ def draw(title: str, unit: str, lines: dict[str, list[tuple[float, float]]]) -> 
         for point in line:
             x, y = place(*point)
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
-        parts.append(f'<circle cx="{MARGIN + 120 * index}" cy="{HEIGHT - 12}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{MARGIN + 8 + 120 * index}" y="{HEIGHT - 8}">{escape(name)}</text>')
+        parts.append(f'<circle cx="{MARGIN + 100 * index}" cy="{HEIGHT - 12}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{MARGIN + 8 + 100 * index}" y="{HEIGHT - 8}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -104,17 +128,22 @@ def main() -> None:
     options = parser.parse_args()
     result: dict[str, Any] = {"machine": describe_machine(), "unit": "GFLOP/s", "sizes": {}}
     for size in MATRIX_SIZES:
-        result["sizes"][size] = measure(size, options.rounds)
+        result["sizes"][size] = measure(contenders_of(size), 2 * size**3, options.rounds)
         print(size, result["sizes"][size], flush=True)
+    result["in steps"] = {}
+    for name, (rows, terms, columns, turned) in STEP_SHAPES.items():
+        contenders = contenders_of_step(rows, terms, columns, turned)
+        result["in steps"][name] = measure(contenders, 2 * rows * terms * columns, options.rounds)
+        print(name, result["in steps"][name], flush=True)
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     swept = result["sizes"][SWEPT_SIZE]
     over_blocks = {"blocked": [(float(block), swept[f"blocked {block}"]) for block in BLOCK_SIZES]}
-    for name in ("naive", "MKL", "oneDNN"):
+    for name in ("naive", "packed", "MKL", "oneDNN"):
         over_blocks[name] = [(float(block), swept[name]) for block in (BLOCK_SIZES[0], BLOCK_SIZES[-1])]
     over_sizes = {
         name: [(float(size), rates[name]) for size, rates in result["sizes"].items() if name in rates]
-        for name in ("naive", "blocked 128", "MKL", "oneDNN")
+        for name in ("naive", "blocked 128", "packed", "MKL", "oneDNN")
     }
     title = f"GFLOP/s over the block size, {SWEPT_SIZE} x {SWEPT_SIZE}"
     options.out.with_name("products-blocks.svg").write_text(draw(title, "block size", over_blocks))

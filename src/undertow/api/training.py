@@ -9,7 +9,7 @@ are held and the optimizer steps at the end; the plan counts them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from undertow.autodiff.training import add_updates
 from undertow.capture.capture import capture
 from undertow.capture.origins import place_of
 from undertow.errors import CallError
-from undertow.ir import Gradient, Node, Plan, Program
+from undertow.ir import Gradient, Node, Plan, Program, Value
 from undertow.ir.structure import Slot
 from undertow.ops.tables import make_plan
 from undertow.ops.updates import UPDATES, DeliverGradient, StepAfterwards, UpdateParameter, is_separable
@@ -252,7 +252,10 @@ class TrainStep:
         places = differentiable_outputs(program)
         pattern = tuple(place == 0 for place in places)
         program = derive(program, pattern, terms, is_strict=self._is_strict)
-        program = add_updates(program, self._update_of, self._is_consumed, self._at_end)
+        updates = self._find_updates(program.gradients)
+        program = add_updates(
+            program, lambda item: updates[item.input], lambda item: _consumes(updates[item.input]), self._at_end
+        )
         held = held_bytes(self.model, program, self.optimizer)
         held["gradients"] = sum(
             item.nbytes for item in self.model.parameters() if item.requires_grad and self._is_added_up(item)
@@ -263,24 +266,29 @@ class TrainStep:
         """Whether the parameter's gradient stays from call to call, as eager's does until somebody clears it."""
         return self._accumulate > 1 or (self.optimizer is not None and parameter not in self._updated)
 
-    def _parameter_of(self, gradient: Gradient) -> torch.nn.Parameter:
-        parameter = dict(self.model.named_parameters(remove_duplicate=False)).get(gradient.input.name)
-        if parameter is None:
-            raise CallError(f"{gradient.input} requires a gradient and is no parameter of the model; detach it")
-        return parameter
+    def _find_updates(self, gradients: Sequence[Gradient]) -> dict[Value, UpdateParameter | DeliverGradient]:
+        """What is done with the gradient of each input that has one."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        groups = self.optimizer.param_groups if self.updates_inside and self.optimizer is not None else []
+        group_of = {id(item): index for index, group in enumerate(groups) for item in group["params"]}
+        found: dict[Value, UpdateParameter | DeliverGradient] = {}
+        for gradient in gradients:
+            if gradient.value is None:
+                continue
+            parameter = parameters.get(gradient.input.name)
+            if parameter is None:
+                raise CallError(f"{gradient.input} requires a gradient and is no parameter of the model; detach it")
+            if id(parameter) in group_of:
+                assert self.optimizer is not None
+                found[gradient.input] = UpdateParameter(self.optimizer, parameter, group_of[id(parameter)])
+            else:
+                found[gradient.input] = DeliverGradient(parameter, self._is_added_up(parameter))
+        return found
 
-    def _update_of(self, gradient: Gradient) -> Any:
-        parameter = self._parameter_of(gradient)
-        if self.updates_inside and self.optimizer is not None:
-            for index, group in enumerate(self.optimizer.param_groups):
-                if any(item is parameter for item in group["params"]):
-                    return UpdateParameter(self.optimizer, parameter, index)
-        return DeliverGradient(parameter, self._is_added_up(parameter))
 
-    def _is_consumed(self, gradient: Gradient) -> bool:
-        if self._is_added_up(self._parameter_of(gradient)):
-            return True
-        return isinstance(self._update_of(gradient), UpdateParameter)
+def _consumes(update: UpdateParameter | DeliverGradient) -> bool:
+    """Whether the gradient is gone after it."""
+    return isinstance(update, UpdateParameter) or update.is_added_up
 
 
 def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

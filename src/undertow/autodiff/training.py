@@ -40,9 +40,13 @@ def add_updates(
     updates: dict[int, list[Node]] = {}
     roots = find_lifetimes(replace(program, nodes=tuple(nodes), num_forward_nodes=len(nodes))).root
     ready = _find_ready(roots, nodes, gradients)
+    delivered: set[Value] = set()
     for index, item in enumerate(gradients):
-        copied = _copy_of(item, roots, gradients[:index], is_consumed)
-        if copied is not None:
+        assert item.value is not None
+        copied = _copy_of(item, not is_consumed(item) and roots[item.value] in delivered)
+        if copied is None:
+            delivered.add(roots[item.value])
+        else:
             updates.setdefault(ready[item.input], []).append(copied)
             gradients[index] = replace(item, value=copied.outputs[0])
     assigned = {update.input: update.value for update in program.updates}
@@ -70,9 +74,7 @@ def add_updates(
     )
 
 
-def _copy_of(
-    item: Gradient, roots: Mapping[Value, Value], earlier: Sequence[Gradient], is_consumed: Callable[[Gradient], bool]
-) -> Node | None:
+def _copy_of(item: Gradient, is_shared: bool) -> Node | None:
     """A copy of a gradient in its input's layout, where autograd makes one.
 
     It does where the gradient lies otherwise, sizes of 1 aside, and where it is another input's gradient as well: what
@@ -84,9 +86,6 @@ def _copy_of(
         kind = replace(kind, strides=contiguous_strides(kind.shape))
     strides = zip(kind.shape, kind.strides, item.value.tensor_type.strides, strict=True)
     lies_otherwise = any(size > 1 and wanted != found for size, wanted, found in strides)
-    is_shared = not is_consumed(item) and any(
-        other.value is not None and roots.get(other.value) is roots[item.value] for other in earlier
-    )
     if not lies_otherwise and not is_shared:
         return None
     value = Value(f"{item.value.name}_as_{item.input.name}", kind)
