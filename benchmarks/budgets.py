@@ -277,17 +277,19 @@ def peers(work: Workload, backends: dict[str, Sequence[float]]) -> list[Contende
     return found
 
 
-def undertow_steps(work: Workload, budgets: Sequence[int]) -> list[Contender]:
+def undertow_steps(work: Workload, budgets: Sequence[int], numerics: str) -> list[Contender]:
     """A step planned for each budget; budgets that cannot be met are left out, and said."""
     found = []
+    label = "undertow" if numerics == "exact" else f"undertow {numerics}"
     for budget in sorted(set(budgets), reverse=True):
         model = _copy(work.model)
         try:
-            step = ut.train_step(model, work.args, targets=work.targets, loss=work.loss, budget=budget)
-        except ut.InfeasibleBudget as refusal:
-            print(
-                f"  undertow: {budget / 2**20:.0f} MiB refused, least {refusal.minimum_bytes / 2**20:.0f}", flush=True
+            step = ut.train_step(
+                model, work.args, targets=work.targets, loss=work.loss, budget=budget, numerics=numerics
             )
+        except ut.InfeasibleBudget as refusal:
+            least = refusal.minimum_bytes / 2**20
+            print(f"  {label}: {budget / 2**20:.0f} MiB refused, least {least:.0f}", flush=True)
             continue
 
         def run(step: Any = step, model: nn.Module = model) -> None:
@@ -295,7 +297,7 @@ def undertow_steps(work: Workload, budgets: Sequence[int]) -> list[Contender]:
             step(*work.args, *work.targets)
 
         persistent = [*model.parameters(), *model.buffers(), *work.args, *work.targets]
-        name = f"undertow {budget / 2**20:.0f} MiB"
+        name = f"{label} {budget / 2**20:.0f} MiB"
         contender = Contender(name, run, persistent, note=f"budget {budget}, predicted {step.plan.peak_bytes}")
         run()
         model.zero_grad(set_to_none=True)
@@ -307,6 +309,13 @@ def undertow_steps(work: Workload, budgets: Sequence[int]) -> list[Contender]:
     return found
 
 
+def _best_ratio(steps: Sequence[Contender], peer: Contender) -> float | None:
+    """The time of the fastest step within the peer's peak over the peer's; None if there is no such step."""
+    fitting = [item for item in steps if item.peak_bytes <= peer.peak_bytes]
+    best = min((statistics.median(item.times_s) for item in fitting), default=None)
+    return None if best is None else best / statistics.median(peer.times_s)
+
+
 def compare(name: str, num_rounds: int, backends: dict[str, Sequence[float]]) -> dict[str, Any]:
     """All contenders of one model, timed in interleaved rounds."""
     torch.manual_seed(0)
@@ -314,7 +323,10 @@ def compare(name: str, num_rounds: int, backends: dict[str, Sequence[float]]) ->
     work = WORKLOADS[name]()
     contenders = peers(work, backends)
     num_peers = len(contenders)
-    contenders += undertow_steps(work, [item.peak_bytes for item in contenders])
+    exact = undertow_steps(work, [item.peak_bytes for item in contenders], "exact")
+    # Inductor computes other bits than eager, and so does `fast`.
+    fast = undertow_steps(work, [item.peak_bytes for item in contenders if "inductor" in item.name], "fast")
+    contenders += [*exact, *fast]
     for _ in range(num_rounds):
         for contender in contenders:
             start = time.perf_counter()
@@ -328,10 +340,11 @@ def compare(name: str, num_rounds: int, backends: dict[str, Sequence[float]]) ->
     rows = [item.to_dict() for item in contenders]
     beaten = []
     for peer in contenders[:num_peers]:
-        fitting = [item for item in contenders[num_peers:] if item.peak_bytes <= peer.peak_bytes]
-        best = min((statistics.median(item.times_s) for item in fitting), default=None)
-        ratio = None if best is None else best / statistics.median(peer.times_s)
-        beaten.append({"peer": peer.name, "peak_mib": round(peer.peak_bytes / 2**20, 1), "undertow_over_peer": ratio})
+        row = {"peer": peer.name, "peak_mib": round(peer.peak_bytes / 2**20, 1)}
+        row["undertow_over_peer"] = _best_ratio(exact, peer)
+        if "inductor" in peer.name:
+            row["fast_over_peer"] = _best_ratio(fast, peer)
+        beaten.append(row)
     return {"model": name, "contenders": rows, "at_equal_peak": beaten}
 
 
@@ -361,6 +374,8 @@ def main() -> None:
         for row in result["at_equal_peak"]:
             ratio = row["undertow_over_peer"]
             shown = "refused" if ratio is None else f"{ratio:.3f}"
+            if row.get("fast_over_peer") is not None:
+                shown += f", fast {row['fast_over_peer']:.3f}"
             print(f"{name:10} {row['peer']:24} {row['peak_mib']:8.0f} MiB  {shown}")
         results["models"][name] = result | {"machine": describe_machine()}
         out.parent.mkdir(parents=True, exist_ok=True)

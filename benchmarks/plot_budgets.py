@@ -12,9 +12,16 @@ from typing import Any
 
 RESULTS = Path("benchmarks/results")
 WIDTH, HEIGHT, MARGIN = 640, 400, 56
+OWN = ("undertow", "undertow fast")
 COLOURS = {
-    "undertow": "#1b9e77", "eager": "#444444", "checkpoint": "#d95f02", "selective": "#e7298a", "compile": "#7570b3"
+    "undertow": "#1b9e77", "undertow fast": "#e6ab02", "eager": "#444444", "checkpoint": "#d95f02",
+    "selective": "#e7298a", "compile": "#7570b3",
 }  # fmt: skip
+
+
+def _kind(row: dict[str, Any]) -> str:
+    """The legend's name of a row."""
+    return next(kind for kind in reversed(COLOURS) if row["name"].startswith(kind))
 
 
 def draw(model: str, rows: list[dict[str, Any]]) -> str:
@@ -38,16 +45,17 @@ def draw(model: str, rows: list[dict[str, Any]]) -> str:
         peak, seconds = low_x + (high_x - low_x) * share / 4, low_y + (high_y - low_y) * share / 4
         parts.append(f'<text x="{x(peak):.0f}" y="{HEIGHT - 32}" text-anchor="middle">{peak:.0f} MiB</text>')
         parts.append(f'<text x="{MARGIN - 6}" y="{y(seconds):.0f}" text-anchor="end">{seconds:.2f} s</text>')
-    own = sorted((row["peak_mib"], row["median_s"]) for row in rows if row["name"].startswith("undertow"))
-    points = " ".join(f"{x(peak):.1f},{y(seconds):.1f}" for peak, seconds in own)
-    parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS["undertow"]}" stroke-width="1.5"/>')
+    for kind in OWN:
+        own = sorted((row["peak_mib"], row["median_s"]) for row in rows if _kind(row) == kind)
+        points = " ".join(f"{x(peak):.1f},{y(seconds):.1f}" for peak, seconds in own)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[kind]}" stroke-width="1.5"/>')
     for row in rows:
-        colour = COLOURS[row["name"].split()[0]]
+        colour = COLOURS[_kind(row)]
         place = f'cx="{x(row["peak_mib"]):.1f}" cy="{y(row["median_s"]):.1f}"'
         parts.append(f'<circle {place} r="4" fill="{colour}"><title>{escape(row["name"])}</title></circle>')
     for index, (name, colour) in enumerate(COLOURS.items()):
-        parts.append(f'<circle cx="{MARGIN + 110 * index}" cy="{HEIGHT - 12}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{MARGIN + 8 + 110 * index}" y="{HEIGHT - 8}">{name}</text>')
+        parts.append(f'<circle cx="{MARGIN + 95 * index}" cy="{HEIGHT - 12}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{MARGIN + 8 + 95 * index}" y="{HEIGHT - 8}">{name}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

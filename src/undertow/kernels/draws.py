@@ -7,6 +7,9 @@ and Nishimura, 1998) is made and used at once, which the compiler turns into vec
 A draw takes two words, r1 and r2, of the generator: the 53 lowest bits of r1 2^32 + r2, over 2^53, are compared with
 the probability in float64, which is exact. Where PyTorch calls MKL instead, on Intel's processors, it draws other
 numbers: `has_pytorch_bits` asks once per process.
+
+Not done: a lock. PyTorch holds one while it draws; two threads that draw from one generator at once may get equal
+numbers here.
 """
 
 from __future__ import annotations
