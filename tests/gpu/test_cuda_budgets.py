@@ -67,7 +67,7 @@ def test_a_graph_stays_within_the_budget(tmp_path, monkeypatch):
     model = ZOO["resnet50"].build().cuda()
     x, y = torch.randn(16, 3, 128, 128).cuda(), torch.randint(1000, (16,)).cuda()
     most = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, budget="100GiB").plan.peak_bytes
-    for share in (0.7, 0.8, 1.0):
+    for share in (0.6, 0.8, 1.0):
         budget = int(share * most)
         step = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, budget=budget)
         gc.collect()

@@ -211,8 +211,10 @@ def adam_step(
 @functools.cache
 def _square_root() -> int:
     """The address of the square root that PyTorch calls; 0 for the processor's own."""
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))  # which is loaded already
-    function = getattr(library, "vmsSqrt", None)
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not library.exists():  # only Linux's has MKL and this name
+        return 0
+    function = getattr(ctypes.CDLL(str(library)), "vmsSqrt", None)  # which is loaded already
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
