@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 import undertow as ut
 from undertow.ir import TensorType
 from undertow.models import SMALL
+from undertow.ops.alternatives import Role, find_alternatives
 from undertow.ops.interpret import run_node
 
 CASES = [*SMALL, *(f"hf-{name}" for name in FAMILIES)]
@@ -94,11 +95,10 @@ def test_the_bits_are_the_same_at_every_budget(name):
         assert all(torch.equal(a, b) for a, b in zip(seen[0], others, strict=True))
 
 
-@pytest.mark.parametrize("name", ["vgg_small", "alexnet", "resnet50", "unet", "lenet5", "hf-convnext", "hf-resnet"])
-def test_values_lie_as_the_program_says(name):
-    model, args, kwargs, targets, loss = make(name)
-    planned = ut.plan(model, args, kwargs, numerics="fast")
-    program = planned.plan.program
+def program_and_environment(name):
+    """What `fast` runs, and tensors for its inputs."""
+    model, args, kwargs, *_ = make(name)
+    program = ut.plan(model, args, kwargs, numerics="fast").plan.program
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     environment = {}
     for item in (*program.inputs, *program.cotangents):
@@ -106,6 +106,12 @@ def test_values_lie_as_the_program_says(name):
         known = tensors.get(item.path)
         given = known.detach() if known is not None else torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype)
         environment[item.value] = given if known is not None else given.fill_(1)
+    return program, environment
+
+
+@pytest.mark.parametrize("name", ["vgg_small", "alexnet", "resnet50", "unet", "lenet5", "hf-convnext", "hf-resnet"])
+def test_values_lie_as_the_program_says(name):
+    program, environment = program_and_environment(name)
     with torch.no_grad():
         for node in program.nodes:
             run_node(node, environment)
@@ -115,6 +121,24 @@ def test_values_lie_as_the_program_says(name):
                     wide = [dim for dim, size in enumerate(value.type.shape) if size > 1]
                     found = environment[value].stride()
                     assert [found[dim] for dim in wide] == [value.type.strides[dim] for dim in wide], node
+
+
+@pytest.mark.parametrize("name", ["vgg_small", "resnet50", "unet", "lenet5"])
+def test_alternatives_make_the_same_bits(name):
+    program, environment = program_and_environment(name)
+    alternatives = [item for item in find_alternatives(program) if item.state is None]
+    with torch.no_grad():
+        for position, node in enumerate(program.nodes):
+            run_node(node, environment)
+            for item in alternatives:
+                if item.position == position:
+                    others = dict(environment)
+                    run_node(item.node, others)
+                    if item.role is Role.ENCODE:
+                        environment[item.code] = others[item.code]
+                        continue
+                    for value in item.node.kept_outputs:
+                        assert torch.equal(others[value], environment[value]), item.node
 
 
 def test_outputs_and_arguments_keep_their_layout():

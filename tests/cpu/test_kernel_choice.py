@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import undertow as ut
+from undertow.ir import Value
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +134,28 @@ def test_a_refusal_names_other_bits_and_they_are_planned_with_when_allowed():
     assert ut.measure(step, x).peak_bytes <= other
     with pytest.raises(ut.InfeasibleBudget):
         make_step(convolutions(), (x,), (), loss, costs, budget=1, allow_other_bits=True)
+
+
+@pytest.mark.parametrize("algorithm", ["blocked_im2col", "winograd_f(4x4,3x3)"])
+def test_a_mask_is_held_at_one_bit_per_element_with_the_same_bits(algorithm):
+    x = torch.randn(2, 8, 96, 96)
+
+    def loss(y):
+        return y.square().mean()
+
+    costs = prefer(make_step(convolutions(), (x,), (), loss).costs, lambda key: algorithm in key)
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        make_step(convolutions(), (x,), (), loss, costs, budget=1)
+    found = []
+    for budget in (None, refusal.value.minimum_bytes):
+        model = convolutions()
+        step = make_step(model, (x,), (), loss, costs, budget=budget)
+        step(x)
+        found.append([parameter.grad for parameter in model.parameters()])
+        masks = [node.args[-1] for node in step.plan.program.nodes if node.name.startswith("convolution_backward")]
+        kinds = [mask.tensor_type.dtype for mask in masks if isinstance(mask, Value)]
+        assert kinds and (torch.uint8 in kinds) == (budget is not None)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_other_bits_are_not_taken_where_the_fastest_fit():

@@ -11,11 +11,22 @@ from typing import Any
 import numpy
 import torch
 
-from undertow.kernels.compiler import numba
+from undertow.kernels.compiler import HAS_NUMBA, numba
 from undertow.kernels.threads import run_parallel
 
+if HAS_NUMBA:
+    from undertow.kernels.vectors import (
+        NUM_LANES,
+        keep_where,
+        load,
+        load_byte,
+        not_at_most_zero,
+        store,
+        store_two_bytes,
+    )
 
-def _flat(tensor: torch.Tensor) -> Any:
+
+def flat(tensor: torch.Tensor) -> Any:
     """The elements in the order of memory, as a NumPy array over the same memory."""
     return tensor.as_strided((tensor.numel(),), (1,)).detach().numpy()
 
@@ -41,6 +52,12 @@ def _pack_signs(elements: Any, packed: Any) -> None:
         packed[num_full] = bits
 
 
+@numba.njit(parallel=True, cache=True, error_model="numpy")
+def _pack_vectors(elements: int, packed: int, num_vectors: int) -> None:
+    for index in numba.prange(num_vectors):
+        store_two_bytes(packed + 2 * index, not_at_most_zero(load(elements + 64 * index)))
+
+
 @numba.njit(parallel=True, cache=True)
 def _select_by_bits(elements: Any, packed: Any, selected: Any) -> None:
     num_full = elements.size // 8
@@ -53,11 +70,35 @@ def _select_by_bits(elements: Any, packed: Any, selected: Any) -> None:
         selected[index] = elements[index] if (packed[num_full] >> (index - 8 * num_full)) & 1 else 0
 
 
+@numba.njit(parallel=True, cache=True, error_model="numpy")
+def _select_vectors(elements: int, packed: int, selected: int, num_vectors: int) -> None:
+    for index in numba.prange(num_vectors):
+        bits = load_byte(packed + 2 * index) | load_byte(packed + 2 * index + 1) << 8
+        store(selected + 64 * index, keep_where(load(elements + 64 * index), bits))
+
+
+def _num_vectors(tensor: torch.Tensor) -> int:
+    """How many whole vectors the elements fill; what is left over takes the loops of single elements.
+
+    LLVM does not vectorise those: packing 100 M elements takes 55 ms by them, 19 ms by vectors.
+    """
+    return tensor.numel() // NUM_LANES if tensor.dtype is torch.float32 else 0
+
+
 def pack_signs(tensor: torch.Tensor) -> torch.Tensor:
     """One bit per element: whether it is not <= 0."""
     packed = torch.empty(num_packed_bytes(tensor.numel()), dtype=torch.uint8)
-    run_parallel(_pack_signs, _flat(tensor), packed.numpy())
+    pack_signs_into(tensor, packed)
     return packed
+
+
+def pack_signs_into(tensor: torch.Tensor, packed: torch.Tensor) -> None:
+    """The same, written into given bytes."""
+    num_vectors = _num_vectors(tensor)
+    run_parallel(_pack_vectors, tensor.data_ptr(), packed.data_ptr(), num_vectors)
+    done = NUM_LANES * num_vectors
+    if done < tensor.numel():
+        run_parallel(_pack_signs, flat(tensor)[done:], packed.numpy()[done // 8 :])
 
 
 def select_by_bits(tensor: torch.Tensor, packed: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -65,19 +106,23 @@ def select_by_bits(tensor: torch.Tensor, packed: torch.Tensor, strides: tuple[in
     selected = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
     if tensor.stride() != strides:
         tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
-    run_parallel(_select_by_bits, _flat(tensor), packed.numpy(), _flat(selected))
+    num_vectors = _num_vectors(tensor)
+    run_parallel(_select_vectors, tensor.data_ptr(), packed.data_ptr(), selected.data_ptr(), num_vectors)
+    done = NUM_LANES * num_vectors
+    if done < tensor.numel():
+        run_parallel(_select_by_bits, flat(tensor)[done:], packed.numpy()[done // 8 :], flat(selected)[done:])
     return selected
 
 
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     """One bit per element of a boolean tensor."""
     packed = torch.empty(num_packed_bytes(mask.numel()), dtype=torch.uint8)
-    packed.numpy()[:] = numpy.packbits(_flat(mask), bitorder="little")
+    packed.numpy()[:] = numpy.packbits(flat(mask), bitorder="little")
     return packed
 
 
 def unpack_mask(packed: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
     """The boolean tensor that was packed."""
     mask = torch.empty_strided(shape, strides, dtype=torch.bool)
-    _flat(mask)[:] = numpy.unpackbits(packed.numpy(), count=mask.numel(), bitorder="little").view(numpy.bool_)
+    flat(mask)[:] = numpy.unpackbits(packed.numpy(), count=mask.numel(), bitorder="little").view(numpy.bool_)
     return mask

@@ -16,7 +16,7 @@ import torch
 from undertow.kernels.compiler import HAS_NUMBA, numba
 
 if HAS_NUMBA:
-    from undertow.kernels.convolution.vectors import load_byte
+    from undertow.kernels.vectors import load_byte
 else:
 
     def load_byte(address: int) -> int:

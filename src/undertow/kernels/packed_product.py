@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, ROWS, multiply_panel
-from undertow.kernels.convolution.vectors import load_element, load_where, store, store_element, store_where
 from undertow.kernels.convolution.winograd_tiles import tail_bits
 from undertow.kernels.threads import run_parallel
+from undertow.kernels.vectors import load_element, load_where, store, store_element, store_where
 
 # Measured on 2 cores with 1 MiB of second cache each: 256 to 512 terms and 96 to 256 rows are within 3 % of each other.
 _MOST_TERMS = 512

@@ -7,15 +7,15 @@ derivative does not meet 0 times infinity.
 
 import math
 import struct
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch._ops import OpOverload
 
-from undertow.ir import Value
-from undertow.kernels.bits import pack_signs, select_by_bits
-from undertow.ops.alternatives import Code, packed_type, register_code
+from undertow.ir import Node, Value
+from undertow.kernels.bits import select_by_bits
+from undertow.ops.alternatives import PACK_SIGNS, Code, packed_type, register_code
 from undertow.ops.own import OwnOperation
 from undertow.ops.registry import Call, Case, Op, Sampler, case, composed, fused, fused_joint, kink, register
 
@@ -57,16 +57,15 @@ register(
 SELECT_BY_BITS = OwnOperation("select_by_bits", select_by_bits)
 
 
-def _select_by_signs(bound: dict[str, Any], code: Value) -> tuple[OwnOperation, tuple[Any, ...]] | None:
-    ct, y = bound["grad_output"], bound["self"]
-    if bound["threshold"] != 0 or ct.type != y.type:
-        return None
-    return SELECT_BY_BITS, (ct, code, y.tensor_type.strides)
+def _select_by_signs(node: Node, code: Value) -> Iterator[Node]:
+    ct, y, threshold = node.args
+    if threshold == 0 and ct.type == y.type:
+        yield replace(node, target=SELECT_BY_BITS, args=(ct, code, y.tensor_type.strides), kwargs={})
 
 
 register_code(
     aten.threshold_backward.default,
-    Code("self", packed_type, encode=OwnOperation("pack_signs", pack_signs), read=_select_by_signs),
+    Code(lambda node: node.args[1], packed_type, encode=PACK_SIGNS, readers=_select_by_signs),
 )
 
 register(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from undertow.ir import Node, Program, TensorType, Value
-from undertow.kernels.bits import num_packed_bytes, pack_mask, unpack_mask
+from undertow.kernels.bits import num_packed_bytes, pack_mask, pack_signs, unpack_mask
 from undertow.kernels.compiler import HAS_NUMBA
 from undertow.ops.fused import Group, fused
 from undertow.ops.lifetimes import is_dense, shared_argument
@@ -54,12 +54,15 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Code:
-    """`reader` needs of its argument `argument` only a code: `read` takes that instead and makes the same output."""
+    """Of one of its arguments, `value_of(node)`, a node needs only a code.
 
-    argument: str
+    `readers(node, code)` are nodes that take the code instead, and make the same outputs or some of them.
+    """
+
+    value_of: Callable[[Node], Value | None]
     code_type: Callable[[TensorType], TensorType]
     encode: OwnOperation
-    read: Callable[[dict[str, Any], Value], tuple[OwnOperation, tuple[Any, ...]] | None]
+    readers: Callable[[Node, Value], Iterable[Node]]
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ def _bytes_type(num_bytes: int) -> TensorType:
     return TensorType(torch.uint8, (num_bytes,), (1,), torch.device("cpu"))
 
 
+PACK_SIGNS = OwnOperation("pack_signs", pack_signs)
 PACK_MASK = OwnOperation("pack_mask", pack_mask)
 UNPACK_MASK = OwnOperation("unpack_mask", unpack_mask)
 
@@ -174,18 +178,17 @@ def _codecs(position: int, node: Node) -> Iterator[Alternative]:
 
 
 def _readings(position: int, node: Node) -> Iterator[Alternative]:
-    reader: Any = node.target
-    record = _CODES[reader]
-    bound = bind_arguments(reader, node.args, node.kwargs)
-    value = bound[record.argument]
+    record = _CODES[node.target]
+    value = record.value_of(node)
+    if value is None:
+        return
     kind = value.tensor_type
     if kind.device.type != "cpu" or not is_dense(value) or kind.dtype not in (torch.float32, torch.float64):
         return
     code = Value(f"{value.name}_code_{position}", record.code_type(kind))
-    reading = record.read(bound, code)
-    if reading is None:
-        return
-    target, args = reading
-    origin = replace(node.origin, derived_from=value.name)
-    yield Alternative(Role.ENCODE, position, Node(record.encode, (value,), {}, (code,), origin), code=code)
-    yield Alternative(Role.READ, position, replace(node, target=target, args=args, kwargs={}), code=code)
+    readers = list(record.readers(node, code))
+    if readers:
+        origin = replace(node.origin, derived_from=value.name)
+        yield Alternative(Role.ENCODE, position, Node(record.encode, (value,), {}, (code,), origin), code=code)
+    for reader in readers:
+        yield Alternative(Role.READ, position, reader, code=code)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undertow.ir import Node
+from undertow.ir import Node, Value
 from undertow.kernels.convolution import (
     ALGORITHMS,
     Algorithm,
@@ -25,7 +25,7 @@ from undertow.kernels.convolution import (
     shape_from,
     shape_of,
 )
-from undertow.ops.alternatives import register_parts
+from undertow.ops.alternatives import PACK_SIGNS, Code, packed_type, register_code, register_parts
 from undertow.ops.own import OwnOperation
 
 Pair = tuple[int, int]
@@ -203,5 +203,20 @@ def _parts(name: str, node: Node) -> Iterator[Node]:
     yield replace(node, target=_input_part_by(name), args=args, outputs=(ct_x,))
 
 
+@cache
+def _backward_by_signs(name: str) -> OwnOperation:
+    """As `backward_by`, with one bit per element of y in place of y."""
+    operation = partial(_backward, _BY_NAME[name])
+    return OwnOperation(f"convolution_backward_by_signs.{_short(name)}", operation, returns_tuple=True)
+
+
+def _readers_of_signs(name: str, node: Node, code: Value) -> Iterator[Node]:
+    whole = replace(node, target=_backward_by_signs(name), args=(*node.args[:-1], code))
+    yield whole
+    yield from _parts(name, whole)
+
+
 for _name in _BY_NAME:
     register_parts(backward_by(_name), partial(_parts, _name))
+    readers = partial(_readers_of_signs, _name)
+    register_code(backward_by(_name), Code(lambda node: node.args[-1], packed_type, PACK_SIGNS, readers))

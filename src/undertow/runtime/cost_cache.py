@@ -22,7 +22,7 @@ MAX_COSTS = 1 << 16  # inputs that change shape at every step would fill the dis
 # An hour in nanoseconds, 4 TiB: more was not measured here. The planner adds up such numbers in 64 bits.
 MAX_AMOUNT = 1 << 42
 # Raised where a kernel of our own comes to take another time or workspace: older measurements are left aside.
-KERNELS = 2
+KERNELS = 3
 
 
 def cache_path(device: torch.device) -> Path:

@@ -12,8 +12,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from undertow.kernels.bits import pack_signs_into
 from undertow.kernels.convolution.algorithm import Algorithm, Pass, Workspace, align, direct_error_bound
-from undertow.kernels.convolution.epilogue import finish_output, mask_cotangent, pack_signs_into
+from undertow.kernels.convolution.epilogue import finish_output, mask_cotangent
 from undertow.kernels.convolution.shape import ConvolutionShape
 
 

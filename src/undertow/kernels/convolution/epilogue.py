@@ -7,13 +7,14 @@ element in the order of memory, as kernels/bits.py packs it, set where the outpu
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import torch
 from torch import Tensor
 
-from undertow.kernels.convolution.vectors import (
+from undertow.kernels.bits import pack_signs_into
+from undertow.kernels.convolution.winograd_tiles import NO_GATE, PACKED_GATE, VALUE_GATE, gate_bits, tail_bits
+from undertow.kernels.threads import run_parallel
+from undertow.kernels.vectors import (
     keep_where,
     load_where,
     not_at_most_zero,
@@ -21,8 +22,6 @@ from undertow.kernels.convolution.vectors import (
     store_where,
     zeros,
 )
-from undertow.kernels.convolution.winograd_tiles import NO_GATE, PACKED_GATE, VALUE_GATE, gate_bits, tail_bits
-from undertow.kernels.threads import run_parallel
 
 
 def address_of(tensor: Tensor | None) -> int:
@@ -35,11 +34,6 @@ def gate_of(mask: Tensor | None) -> tuple[int, int]:
     if mask is None:
         return 0, NO_GATE
     return mask.data_ptr(), PACKED_GATE if mask.dtype == torch.uint8 else VALUE_GATE
-
-
-def flat(tensor: Tensor) -> Any:
-    """The elements in the order of memory, as a NumPy array over the same memory."""
-    return tensor.as_strided((tensor.numel(),), (1,)).detach().numpy()
 
 
 @numba.njit(error_model="numpy")
@@ -73,20 +67,6 @@ def _finish_rows(out: int, num_pixels: int, num_channels: int, bias: int, mask: 
     for pixel in numba.prange(num_pixels):
         first = pixel * num_channels
         finish_row(out + 4 * first, bias, 0, out, mask, has_relu, first, 0, num_channels)
-
-
-@numba.njit(parallel=True, cache=True, error_model="numpy")
-def _pack_signs(elements: Any, packed: Any) -> None:
-    for byte in numba.prange(packed.size):
-        bits = 0
-        for index in range(8 * byte, min(8 * byte + 8, elements.size)):
-            bits |= (not (elements[index] <= 0)) << (index - 8 * byte)
-        packed[byte] = bits
-
-
-def pack_signs_into(tensor: Tensor, packed: Tensor) -> None:
-    """One bit per element: whether it is not <= 0."""
-    run_parallel(_pack_signs, flat(tensor), packed.numpy())
 
 
 def finish_output(out: Tensor, bias: Tensor | None, has_relu: bool, mask: Tensor | None) -> None:

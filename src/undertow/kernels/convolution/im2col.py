@@ -18,9 +18,9 @@ from undertow.kernels.convolution.algorithm import Algorithm, Pass, Workspace, a
 from undertow.kernels.convolution.epilogue import finish_output, mask_cotangent
 from undertow.kernels.convolution.patch_loops import gather_patches
 from undertow.kernels.convolution.shape import ConvolutionShape
-from undertow.kernels.convolution.vectors import load_where, store_where, zeros
 from undertow.kernels.convolution.winograd_tiles import tail_bits
 from undertow.kernels.threads import run_parallel
+from undertow.kernels.vectors import load_where, store_where, zeros
 
 
 @numba.njit(parallel=True, cache=True, error_model="numpy")

@@ -18,7 +18,8 @@ import numba
 
 from undertow.kernels.convolution.epilogue import finish_row
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, ROWS, multiply_panel
-from undertow.kernels.convolution.vectors import (
+from undertow.kernels.convolution.winograd_tiles import gate_bits, tail_bits
+from undertow.kernels.vectors import (
     load,
     load_element,
     load_where,
@@ -27,7 +28,6 @@ from undertow.kernels.convolution.vectors import (
     store_where,
     zeros,
 )
-from undertow.kernels.convolution.winograd_tiles import gate_bits, tail_bits
 
 
 @numba.njit(forceinline=True, error_model="numpy")

@@ -14,8 +14,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from undertow.kernels.bits import pack_signs_into
 from undertow.kernels.convolution.algorithm import Pass, PreparedAlgorithm, Workspace, align, direct_error_bound
-from undertow.kernels.convolution.epilogue import address_of, gate_of, pack_signs_into
+from undertow.kernels.convolution.epilogue import address_of, gate_of
 from undertow.kernels.convolution.patch_loops import (
     convolve_patches,
     correlate_patches,

@@ -12,8 +12,9 @@ from typing import Any, final
 import numba
 from torch import Tensor
 
+from undertow.kernels.bits import flat
 from undertow.kernels.convolution.algorithm import Algorithm, Pass, Workspace, align, direct_error_bound
-from undertow.kernels.convolution.epilogue import finish_output, flat, mask_cotangent
+from undertow.kernels.convolution.epilogue import finish_output, mask_cotangent
 from undertow.kernels.convolution.shape import ConvolutionShape
 
 # Every loop gets the sizes as one tuple: batch, in and out channels of a group, groups, input size, output size,

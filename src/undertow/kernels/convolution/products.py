@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numba
 
-from undertow.kernels.convolution.vectors import make_product_kernel
+from undertow.kernels.vectors import make_product_kernel
 
 ROWS = 8
 PANEL = 32

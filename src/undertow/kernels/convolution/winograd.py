@@ -19,6 +19,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from undertow.kernels.bits import pack_signs_into
 from undertow.kernels.convolution.algorithm import (
     Pass,
     PreparedAlgorithm,
@@ -26,7 +27,7 @@ from undertow.kernels.convolution.algorithm import (
     accumulated_error,
     align,
 )
-from undertow.kernels.convolution.epilogue import address_of, gate_of, pack_signs_into
+from undertow.kernels.convolution.epilogue import address_of, gate_of
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, ROWS
 from undertow.kernels.convolution.shape import ConvolutionShape
 from undertow.kernels.convolution.winograd_loops import (

@@ -18,7 +18,6 @@ from typing import Any
 import numba
 
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, multiply_panel
-from undertow.kernels.convolution.vectors import load, load_where, store_where, zeros
 from undertow.kernels.convolution.winograd_tiles import (
     tail_bits,
     transform_cotangent_tile,
@@ -26,6 +25,7 @@ from undertow.kernels.convolution.winograd_tiles import (
     transform_output_tile,
 )
 from undertow.kernels.convolution.winograd_weights import SCRATCH_BYTES, gather_weight_panel, transform_weight_panel
+from undertow.kernels.vectors import load, load_where, store_where, zeros
 
 
 @numba.njit(forceinline=True, error_model="numpy")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numba
 
-from undertow.kernels.convolution.vectors import (
+from undertow.kernels.vectors import (
     keep_where,
     load,
     load_byte,

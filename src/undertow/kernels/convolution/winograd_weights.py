@@ -13,7 +13,7 @@ from typing import Any
 import numba
 
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, ROWS
-from undertow.kernels.convolution.vectors import load, load_element, store, store_element
+from undertow.kernels.vectors import load, load_element, store, store_element
 
 # Of one thread: the vectors between the two passes of a transform, of tiles (36) or of weights (9 + 18).
 SCRATCH_BYTES = 64 * 36
