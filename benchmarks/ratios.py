@@ -99,17 +99,18 @@ def compare(name: str, num_rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compare all four models."""
+    """Compare; models that are not asked for keep their results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=list(PUBLISHED))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default="benchmarks/results/ratios.json")
     options = parser.parse_args()
-    results: dict[str, Any] = {"machine": describe_machine()}
+    out = Path(options.out)
+    results: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     for name in options.models:
-        results[name] = compare(name, options.rounds)
+        results[name] = compare(name, options.rounds) | {"machine": describe_machine()}
         print(name, json.dumps(results[name]), flush=True)
-        Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
+        out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
