@@ -302,15 +302,21 @@ def test_a_model_whose_gradients_are_cotangents_alone_is_planned():
     class Shift(nn.Module):
         def __init__(self):
             super().__init__()
-            self.amount = nn.Parameter(torch.randn(8))
+            self.amount = nn.Parameter(torch.randn(8000))
 
         def forward(self, x):
             return x + self.amount
 
-    shift = Shift()
-    planned = ut.plan(shift, (torch.ones(8),), budget="1MiB", costs="model")
-    planned(torch.ones(8)).sum().backward()
-    assert torch.equal(shift.amount.grad, torch.ones(8))
+    shift, x = Shift(), torch.ones(8000)
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        ut.plan(shift, (x,), budget=1)
+    least = refusal.value.minimum_bytes
+    assert least == refusal.value.lower_bound_bytes
+    planned = ut.plan(shift, (x,), budget=least)
+    assert ut.measure(planned, x).peak_bytes <= planned.plan.peak_bytes == least
+    shift.zero_grad()
+    planned(x).sum().backward()
+    assert torch.equal(shift.amount.grad, torch.ones(8000))
 
 
 def test_a_model_without_gradients_keeps_to_the_budget_too():

@@ -155,6 +155,9 @@ class _Replay:
             else:
                 self._bear(value, name)
         found = self.held_bytes + self.tables.workspace_bytes[position]
+        if position == len(self.program.nodes) - 1 and not self.program.backward_nodes:
+            cotangents = {self.storage(item.value) for item in self.program.cotangents}
+            found += sum(self.tables.storage_bytes[storage] for storage in cotangents)  # no operation runs after them
         if found != self.plan.live_bytes[position]:
             raise PlanError(f"{name}: {found} bytes are held, the plan says {self.plan.live_bytes[position]}")
         if self.plan.budget_bytes is not None and found > self.plan.budget_bytes:

@@ -81,7 +81,8 @@ def _live_bytes(tables: Tables, program: Program, lifetimes: Lifetimes, held_byt
     change = [0] * (len(program.nodes) + 1)
     for root, born in lifetimes.born.items():
         if born >= 0:
-            change[born] += root.type.allocated_bytes
+            # Cotangents that nothing reads come after the last operation, and are counted with it.
+            change[max(min(born, len(program.nodes) - 1), 0)] += root.type.allocated_bytes
             if lifetimes.last_use[root] < FOREVER:
                 change[lifetimes.last_use[root] + 1] -= root.type.allocated_bytes
     totals, alive = [], held_bytes
