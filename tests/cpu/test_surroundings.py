@@ -11,6 +11,7 @@ from torch import nn
 
 import undertow as ut
 from undertow.ir.cost import Cost
+from undertow.kernels.draws import has_pytorch_bits
 from undertow.planner import curve
 from undertow.runtime.cost_cache import MAX_COSTS, cache_path, load_costs, save_costs
 from undertow.runtime.planned import MAX_CAPTURES
@@ -222,3 +223,24 @@ def test_gradients_asked_for_twice(numerics, budget, tmp_path_factory, monkeypat
         assert torch.equal(parameter.grad, 2 * gradient)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+def test_the_first_draw_may_be_made_while_a_model_is_recorded_whatever_the_defaults():
+    class Branching(nn.Module):
+        def forward(self, x):
+            y = nn.functional.dropout(x, 0.5)
+            return y * 2 if y.sum() > -1 else y
+
+    has_pytorch_bits.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        planned = ut.plan(Branching(), (torch.ones(100, dtype=torch.float32),))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    expected = Branching()(torch.ones(100))
+    torch.manual_seed(0)
+    assert torch.equal(planned(torch.ones(100)), expected)
+    with torch.device("meta"):
+        has_pytorch_bits.cache_clear()
+        has_pytorch_bits()

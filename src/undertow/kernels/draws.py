@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from undertow.kernels.compiler import HAS_NUMBA, numba
 
@@ -96,7 +96,7 @@ def _draw(words: Any, position: int, threshold: Any, out: Any) -> int:
     return position
 
 
-def draw_bernoulli(tensor: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
+def draw_bernoulli(tensor: Tensor, p: float = 0.5, *, generator: Generator | None = None) -> Tensor:
     """`tensor.bernoulli_(p)`; PyTorch's own where this one does not apply."""
     is_plain = tensor.device.type == "cpu" and tensor.dtype is torch.float32 and tensor.is_contiguous()
     if not is_plain or not tensor.numel() or not 0 <= p <= 1 or not has_pytorch_bits():
@@ -104,7 +104,7 @@ def draw_bernoulli(tensor: Tensor, p: float = 0.5, *, generator: torch.Generator
     return _fill(tensor, p, torch.default_generator if generator is None else generator)
 
 
-def _fill(tensor: Tensor, p: float, generator: torch.Generator) -> Tensor:
+def _fill(tensor: Tensor, p: float, generator: Generator) -> Tensor:
     state = generator.get_state()
     raw = state.numpy()
     left, following, long_words = raw[_LEFT:].view(numpy.int32), raw[_NEXT:].view(numpy.uint64), raw[_WORDS]
@@ -124,10 +124,13 @@ def has_pytorch_bits() -> bool:
     """Whether PyTorch on this machine draws as stated above."""
     if not HAS_NUMBA or torch.default_generator.get_state().numel() != _STATE_BYTES:
         return False
-    own, others = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    # Not torch.Generator, which is refused while a model is recorded: that may be when the first draw is made.
+    own, others = Generator().manual_seed(0), Generator().manual_seed(0)
     for size, p in ((1, 0.5), (700, 0.9), (311, 0.1), (3, 1.0), (1000, 0.3)):
-        found, expected = _fill(torch.empty(size), p, own), torch.empty(size).bernoulli_(p, generator=others)
+        found, expected = torch.empty(2, size, dtype=torch.float32, device="cpu")  # whatever the user's defaults are
+        _fill(found, p, own), expected.bernoulli_(p, generator=others)
         if not torch.equal(found, expected) or not torch.equal(own.get_state(), others.get_state()):
             return False
-        torch.randint(9, (1,), generator=own), torch.randint(9, (1,), generator=others)  # one word: pairs straddle
+        for generator in (own, others):
+            torch.randint(9, (1,), generator=generator, device="cpu")  # takes one word: pairs straddle
     return True

@@ -141,11 +141,11 @@ def has_pytorch_bits() -> bool:
     """Whether `normalise_again` gives, on this machine, the bits of the kernels that it stands for."""
     if not HAS_NUMBA:
         return False
-    generator = torch.Generator().manual_seed(0)
+    plain: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
     for shape in ((3, 5, 7, 9), (2, 37, 33, 31), (4, 16, 8, 8)):
         for layout in (torch.contiguous_format, torch.channels_last):
-            x, residual = (torch.randn(shape, generator=generator).to(memory_format=layout) for _ in range(2))
-            weight, bias = (torch.randn(shape[1], generator=generator) for _ in range(2))
+            x, residual = (torch.randn(shape, **plain).to(memory_format=layout) for _ in range(2))
+            weight, bias = (torch.randn(shape[1], **plain) for _ in range(2))
             y, mean, inverse_std = torch.native_batch_norm(3 * x + 1, weight, bias, None, None, True, 0.1, 1e-5)
             again = normalise_again(3 * x + 1, weight, bias, mean, inverse_std)
             joined = normalise_again(3 * x + 1, weight, bias, mean, inverse_std, residual, 0.0)

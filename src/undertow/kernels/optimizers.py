@@ -221,12 +221,13 @@ def _square_root() -> int:
 @functools.cache
 def is_bit_identical() -> bool:
     """Whether this PyTorch rounds as stated above; asked once, on a small example of every step."""
+    plain: Any = {"dtype": torch.float32, "device": "cpu"}
     generator = torch.Generator().manual_seed(0)
     for options in ({"weight_decay": 0.1}, {"weight_decay": 0.1, "betas": (0.4, 0.9)}):
-        parameter = torch.randn(1000, generator=generator).requires_grad_()
-        parameter.grad = torch.randn(1000, generator=generator)
+        parameter = torch.randn(1000, generator=generator, **plain).requires_grad_()
+        parameter.grad = torch.randn(1000, generator=generator, **plain)
         own = parameter.detach().clone()
-        state = torch.zeros(1000), torch.zeros(1000)
+        state = torch.zeros(1000, **plain), torch.zeros(1000, **plain)
         optimizer = torch.optim.Adam([parameter], foreach=False, fused=False, **options)
         for step in (1, 2):
             optimizer.step()
