@@ -79,3 +79,9 @@ def test_a_graph_stays_within_the_budget(tmp_path, monkeypatch):
         assert "\ncaptured as a CUDA graph" in str(step.plan)
         assert measured.peak_bytes - others <= budget
         step.release()
+
+
+def test_a_step_on_the_cpu_is_measured_there():
+    network, x = nn.Linear(100, 100), torch.randn(50, 100)
+    step = ut.train_step(network, (x,), loss=lambda y: y.square().mean(), budget="10MiB")
+    assert ut.measure(step, x).peak_bytes == pytest.approx(step.plan.peak_bytes, rel=0.005)

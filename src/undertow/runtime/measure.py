@@ -39,6 +39,7 @@ def measure_call(
     `arguments` are alive as well, and count as a plan counts them: the part of a storage that they are, since the rest
     of a data set is not the step's.
     """
+    persistent, arguments = list(persistent), list(arguments)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in persistent}
     given = {
         tensor.data_ptr(): TensorType.of(tensor).num_bytes
@@ -46,7 +47,7 @@ def measure_call(
         if tensor.untyped_storage().data_ptr() not in storages
     }
     alive = sum(storages.values()) + sum(given.values())
-    if torch.cuda.is_available():
+    if any(tensor.is_cuda for tensor in (*persistent, *arguments)):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
