@@ -10,6 +10,7 @@ import gc
 import pytest
 import torch
 from exactness import same_bits
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import undertow as ut
