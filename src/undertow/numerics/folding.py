@@ -47,7 +47,8 @@ def _is_plain_sum(node: Node) -> bool:
 
 
 def _is_alike(term: Any, residual: Any) -> bool:
-    return isinstance(residual, Value) and residual.type == term.type
+    # One channel lies in both layouts: oneDNN may take the two terms for different ones, and refuse.
+    return isinstance(residual, Value) and residual.type == term.type and term.tensor_type.shape[1] > 1
 
 
 class _Folder:
