@@ -11,6 +11,7 @@ import torch
 from exactness import same_bits
 from families import FAMILIES
 from torch import nn
+from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 import undertow as ut
@@ -212,7 +213,7 @@ def test_the_refusal_says_what_would_fit():
 
 
 @pytest.mark.parametrize(
-    "budget", [0, -5, float("nan"), "8G B", "50%", "", "GiB", True, None.__class__, [1], 10**30, "9" * 400]
+    "budget", [0, -5, float("nan"), "8G B", "50%", "", "GiB", True, None.__class__, [1], 10**30, "9" * 400, "\uff19MiB"]
 )
 def test_budgets_that_make_no_sense(budget):
     with pytest.raises(ut.CallError, match="budget"):
@@ -265,6 +266,51 @@ def test_a_small_step_with_draws_runs_at_its_stated_minimum():
     assert refusal.value.lower_bound_bytes <= refusal.value.minimum_bytes
     step = ut.train_step(network, (x,), loss=torch.sum, budget=refusal.value.minimum_bytes)
     assert step.plan.peak_bytes <= refusal.value.minimum_bytes
+
+
+class Drawing(nn.Module):
+    """Draws by `draw` between layers, beside two dropouts."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.first, self.second, self.draw = nn.Linear(8, 8), nn.Linear(8, 8), draw
+
+    def forward(self, x):
+        h = functional.dropout(self.first(x))
+        return self.second(functional.dropout(self.draw(h)))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda h: h * torch.empty_like(h).normal_(),
+        lambda h: h * torch.empty_like(h).uniform_(),
+        lambda h: h * torch.empty_like(h).exponential_(),
+        lambda h: h * h.clone().bernoulli_(0.5),
+        lambda h: functional.gumbel_softmax(h),
+        lambda h: functional.rrelu(h.clone(), training=True, inplace=True),
+        lambda h: torch.distributions.Normal(h, h.exp()).rsample(),
+        lambda h: torch.distributions.Gamma(functional.softplus(h) + 0.1, 1.0).rsample(),  # its rule is autograd's
+    ],
+    ids=["normal", "uniform", "exponential", "bernoulli", "gumbel", "rrelu", "Normal", "Gamma"],
+)
+def test_draws_of_every_kind_keep_their_bits(draw):
+    torch.manual_seed(0)
+    model, x = Drawing(draw), torch.randn(64, 8)
+
+    def observe(call):
+        model.zero_grad()
+        torch.manual_seed(1)
+        call(x).square().mean().backward()
+        return [*(parameter.grad.clone() for parameter in model.parameters()), torch.get_rng_state()]
+
+    expected = observe(model)
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        ut.plan(model, (x,), budget=1, costs="model")
+    least = refusal.value.minimum_bytes
+    for budget in (least, least + least // 5, 2**26):
+        found = observe(ut.plan(model, (x,), budget=budget, costs="model"))
+        assert all(map(torch.equal, found, expected))
 
 
 def test_a_planned_module_keeps_to_the_budget_under_measure():

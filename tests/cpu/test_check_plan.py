@@ -188,6 +188,19 @@ def test_replayed_with_the_wrong_state(plan):
         check_plan(with_node(plan, position, unstated))
 
 
+def test_a_state_recorded_at_another_moment():
+    class Sampling(nn.Module):
+        def forward(self, x):
+            return nn.functional.dropout(torch.distributions.Gamma(x.exp(), 1.0).rsample())
+
+    settings = {"loss": lambda y: y.square().mean(), "budget": "1MiB", "costs": "model"}
+    plan = ut.train_step(nn.Sequential(nn.Linear(8, 8), Sampling()), (torch.randn(16, 8),), **settings).plan
+    state = next(i for i, node in enumerate(plan.nodes) if node.name == "generator_state" and plan.bases[i] >= 0)
+    draw = next(i for i, node in enumerate(plan.nodes) if i > state and draws(node))
+    with pytest.raises(PlanError, match="records a state out of its order"):
+        check_plan(moved(plan, state, draw + 1))
+
+
 def test_wrong_order(plan):
     position = next(
         index

@@ -52,6 +52,10 @@ def check():
     for budget in (None, "3MiB"):
         assert all(torch.equal(a, b) for a, b in zip(train("exact", budget), expected))
         torch.testing.assert_close(train("fast", budget), expected, rtol=1e-3, atol=1e-4)
+    model = copy.deepcopy(network).eval()
+    with torch.no_grad():
+        found = ut.plan(model, (x,), numerics="fast")(x)
+        torch.testing.assert_close(found, model(x), rtol=1e-3, atol=1e-4)
 """
 
 
@@ -120,6 +124,13 @@ def test_in_forked_processes(tmp_path):
     out, _ = run(
         """
         torch.set_num_threads(2)
+        exact = train("exact")
+        child = os.fork()  # before any loop of Numba's has run
+        if not child:
+            train("fast")
+            print("first child on", torch.get_num_threads(), flush=True)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
         expected = train("fast")
 
         class Planned(torch.utils.data.Dataset):
@@ -129,7 +140,6 @@ def test_in_forked_processes(tmp_path):
             def __getitem__(self, index):
                 return torch.stack(train("exact"))
 
-        exact = train("exact")
         for found in torch.utils.data.DataLoader(Planned(), num_workers=2, multiprocessing_context="fork"):
             torch.testing.assert_close(list(found[0]), exact)  # on one thread, where sums have another order
         child = os.fork()
@@ -143,7 +153,7 @@ def test_in_forked_processes(tmp_path):
         """,
         tmp_path,
     )
-    assert out.splitlines() == ["child on 1", "parent on 2"]
+    assert out.splitlines() == ["first child on 1", "child on 1", "parent on 2"]
 
 
 @pytest.mark.parametrize(
@@ -244,3 +254,34 @@ def test_the_first_draw_may_be_made_while_a_model_is_recorded_whatever_the_defau
     with torch.device("meta"):
         has_pytorch_bits.cache_clear()
         has_pytorch_bits()
+
+
+def test_threads_that_plan_at_the_same_time(tmp_path):
+    out, _ = run(
+        """
+        import threading
+
+        def work(size):
+            model = nn.Sequential(nn.Linear(size, 16), nn.ReLU(), nn.Linear(16, 4))
+            for numerics in ("exact", "fast"):
+                planned = ut.plan(model, (torch.randn(2, size),), numerics=numerics, budget="1MiB")
+                for count in range(3, 9):
+                    planned(torch.randn(count, size)).sum().backward()
+            print("done")
+
+        threads = [threading.Thread(target=work, args=(size,)) for size in (8, 9, 10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        """,
+        tmp_path,
+    )
+    assert out.split() == ["done"] * 3
+
+
+def test_costs_of_nothing_are_planned_with():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(64, 8)
+    costs = ut.train_step(model, (x,), loss=torch.sum, budget="1MiB").costs
+    nothing = {key: (0, workspace) for key, (_, workspace) in costs.items()}
+    ut.train_step(model, (x,), loss=torch.sum, budget="1MiB", costs=nothing)

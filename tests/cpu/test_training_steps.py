@@ -56,8 +56,8 @@ def train_eager(model, x, y, optimizer, clip_norm=None, accumulate=1, num_steps=
 
 
 def train_planned(model, x, y, optimizer, budget, num_steps=4, **settings):
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # puts a function over the optimizer's step
     step = ut.train_step(model, x, targets=y, loss=cross_entropy, optimizer=optimizer, budget=budget, **settings)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     torch.manual_seed(5)
     losses = []
     for _ in range(num_steps):

@@ -55,7 +55,7 @@ def _parse(budget: Any) -> int | float:
             f"budget {budget!r} is a share of something; give bytes: ut.plan(...).plan.peak_bytes is what a step "
             f"takes without a budget"
         )
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text)
     unit = (match[2] or "B").upper() if match else ""
     if match is None or unit not in UNITS:
         raise CallError(

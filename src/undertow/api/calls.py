@@ -72,7 +72,9 @@ def check_training(model: torch.nn.Module, optimizer: Any, loss: Any, targets: A
     if optimizer is None:
         return
     name = type(optimizer).__name__
-    required = [item for item in inspect.signature(optimizer.step).parameters.values() if item.default is item.empty]
+    # The type's own: a learning rate scheduler puts a function without `self` over the optimizer's.
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    required = [item for item in parameters if item.default is item.empty]
     if any(item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY) for item in required):
         raise CallError(
             f"optimizer {name} asks for a closure that runs the model again, and a planned step runs it once; "

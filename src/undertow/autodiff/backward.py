@@ -178,10 +178,12 @@ class _Backward(Recorder):
         vjp = op.composed_vjp if self.is_composed else op.exact_vjp
         if vjp is None:
             raise MissingRule(f"{node.name} ({node.origin}) has no derivative that can be differentiated again")
-        bound = bind_arguments(base, node.args, node.kwargs)
+        # Defaults are those of what runs: the functional form of an operation may have none.
+        bound = bind_arguments(target.target if isinstance(target, Mutating) else base, node.args, node.kwargs)
+        kwargs = dict(list(bound.items())[len(node.args) :])
         wanted = {name for name in vjp.arguments if any(value in self.active for value in values_in(bound[name]))}
         outs = [None if value is None else self.tensor(value) for value in node.outputs]
-        call = Call(base, map_values(node.args, self.tensor), map_values_of(node.kwargs, self.tensor), outs, wanted)
+        call = Call(base, map_values(node.args, self.tensor), map_values_of(kwargs, self.tensor), outs, wanted)
         try:
             found = vjp.cotangents(call, cts[: len(base._schema.returns)] if isinstance(target, Mutating) else cts)
         except DynamicOutputShapeException:  # a boolean mask selects how many elements only at run time

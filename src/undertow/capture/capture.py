@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ from undertow.errors import CaptureError
 from undertow.ir import Input, InputKind, Node, Program, Update, Value, check_program
 from undertow.ir.structure import Slot, replace_tensors, structure_key, tensors_in
 from undertow.ops.cleaning import remove_unused
+
+# Recording puts functions of PyTorch and attributes of the model aside for the while: one thread at a time.
+_RECORDING = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +79,15 @@ def capture(
     """Record `function(*args, **kwargs)`; `module` is the module whose parameters and buffers are inputs."""
     modules = dict(module.named_modules()) if module is not None else {}
     _refuse_unrecordable(modules)
-    randomness = PythonRandomness(is_thorough=module is not None)
-    captured = _capture(function, args, kwargs, modules)
-    if randomness.was_drawn_from():
-        line = randomness.find_draw(lambda: _capture(function, args, kwargs, modules))
-        raise CaptureError(
-            f"{line} draws from Python's or NumPy's random generator: a recorded step would repeat the same number; "
-            f"draw it with torch (torch.rand(())), or pass it in as an argument"
-        )
+    with _RECORDING:
+        randomness = PythonRandomness(is_thorough=module is not None)
+        captured = _capture(function, args, kwargs, modules)
+        if randomness.was_drawn_from():
+            line = randomness.find_draw(lambda: _capture(function, args, kwargs, modules))
+            raise CaptureError(
+                f"{line} draws from Python's or NumPy's random generator: a recorded step would repeat the same "
+                f"number; draw it with torch (torch.rand(())), or pass it in as an argument"
+            )
     return captured
 
 

@@ -76,7 +76,7 @@ def parse_input(text: str) -> torch.Tensor:
     dtype = getattr(torch, dtype_name or "float32", None)
     if not isinstance(dtype, torch.dtype):
         raise CallError(f"--input {text}: {dtype_name!r} is no dtype of torch; for example float32, int64, bool")
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", sizes):
+    if not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", sizes):
         raise CallError(f"--input {text}: {sizes!r} is no shape; write positive sizes with commas, such as 8,3,224,224")
     shape = [int(size) for size in sizes.split(",")]
     return torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)

@@ -319,20 +319,22 @@ class _Comparison:
         return {value for node in nodes for value in (*node.inputs, *node.outputs) if value is not None}
 
     def _check_effects(self) -> None:
-        """Random draws and guards run once, in the base's order."""
-        effects = [index for index, node in enumerate(self.base.nodes) if _is_random(node) or _is_guard(node)]
+        """Random draws, guards, and records of a generator's state run once, in the base's order."""
+        effects = [index for index, node in enumerate(self.base.nodes) if _has_effect(node)]
         found = [
             base
             for node, base in zip(self.program.nodes, self.plan.bases, strict=True)
             if base >= 0
-            and (_is_random(self.base.nodes[base]) or _is_guard(self.base.nodes[base]))
+            and _has_effect(self.base.nodes[base])
             and not str(node.target).endswith(".replayed")
             and not _is_code(node, self.base.nodes[base])
         ]
         for index, expected in enumerate(effects):
             if index >= len(found) or found[index] != expected:
                 node = self.base.nodes[expected]
-                raise PlanError(f"{_describe(node, expected)} draws or checks out of its order, or does not run")
+                raise PlanError(
+                    f"{_describe(node, expected)} draws, checks or records a state out of its order, or does not run"
+                )
         if len(found) > len(effects):
             raise PlanError(f"{_describe(self.base.nodes[found[-1]], found[-1])} runs twice, and has an effect")
         for index, node in enumerate(self.base.nodes):
@@ -375,8 +377,9 @@ def _same_target(left: Any, right: Any) -> bool:
         return True
     if _is_in_place(left, right):
         return True
-    names = (str(left), str(right).replace(".functional", ""))
-    return names[0].replace("_.", ".", 1) == names[1] or names[0].removeprefix("aten.") == names[1]
+    if str(right).endswith(".functional"):
+        return getattr(right, "target", None) is left
+    return str(left).replace("_.", ".", 1) == str(right)
 
 
 def _is_in_place(left: Any, right: Any) -> bool:
@@ -416,8 +419,8 @@ def _is_random(node: Node) -> bool:
     return True
 
 
-def _is_guard(node: Node) -> bool:
-    return str(node.target).startswith("guard")
+def _has_effect(node: Node) -> bool:
+    return _is_random(node) or str(node.target).startswith("guard") or str(node.target) == "generator_state"
 
 
 def _is_update(node: Node) -> bool:

@@ -21,7 +21,7 @@ else:
 
     def load_byte(address: int) -> int:
         """The byte at an address."""
-        return ctypes.string_at(address, 1)[0]
+        return ctypes.string_at(int(address), 1)[0]
 
 
 _NUM_SAMPLES = 8

@@ -25,6 +25,7 @@ def run_parallel(loop: Callable[..., None], *args: Any) -> None:
     """Call a compiled loop on as many threads as PyTorch uses, and leave both counts as they were."""
     if _has_threads_gone:
         _on_one_thread(loop)(*args)
+        torch.set_num_threads(1)  # the first loop of a process starts Numba's threads, which sets PyTorch's count
         return
     num_threads, num_numba_threads = torch.get_num_threads(), numba.get_num_threads()
     most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]

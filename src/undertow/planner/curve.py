@@ -147,7 +147,7 @@ def _search_all(
 
 def _refining_tasks(points: Sequence[Solution], num_moves: int) -> list[_Task]:
     """Dear points, and halfway to the next where the curve is steep; the dearer, the more of the moves."""
-    extras = [point.time / points[-1].time - 1 for point in points]
+    extras = [point.time / max(1, points[-1].time) - 1 for point in points]
     wanted: list[tuple[int, Int64s, float]] = []
     for (point, extra), (above, extra_above) in pairwise(zip(points, extras, strict=True)):
         if extra > DEAR:

@@ -20,7 +20,15 @@ from undertow.ir import Node, Program, Value
 from undertow.ir.cost import Cost
 from undertow.ops.alternatives import Alternative, Role
 from undertow.ops.lifetimes import find_lifetimes, is_dense, shared_argument
-from undertow.ops.own import GENERATOR_STATE_BYTES, Mutating, OwnOperation, has_effect, is_random, overwrites
+from undertow.ops.own import (
+    GENERATOR_STATE,
+    GENERATOR_STATE_BYTES,
+    Mutating,
+    OwnOperation,
+    has_effect,
+    is_random,
+    overwrites,
+)
 from undertow.ops.reuse import inplace_target
 from undertow.ops.updates import UPDATES, DeliverGradient, StepAfterwards
 from undertow.planner.instance import Instance, make_instance
@@ -85,7 +93,9 @@ class _Builder:
                 order.append(self._add_boundary(last_effect))
             if shared_argument(node.target, node.inputs) is not None:
                 continue
-            token = self._value(f"effect {position}", 0) if has_effect(node.target) else None
+            # A state that the Program itself records is that of its moment: between the same draws, and once.
+            is_bound = has_effect(node.target) or node.target is GENERATOR_STATE
+            token = self._value(f"effect {position}", 0) if is_bound else None
             order.append(self._add_node(position, node, token, last_effect))
             # Draws and guards keep their order; an update comes after them and is bound by nothing else.
             if token is not None and isinstance(node.target, UPDATES):

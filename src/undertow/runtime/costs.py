@@ -9,6 +9,7 @@ one session, since starting the profiler costs more than most of them.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ MODEL_BYTES_PER_NS = 8.0
 MODEL_CALL_NS = 3_000
 
 Watch = Callable[[list[Any]], Iterable[Any]]
+_MEASURING = threading.Lock()  # PyTorch's profiler can run once only
 
 
 def model_cost(node: Node) -> Cost:
@@ -56,7 +58,7 @@ def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], watch: Watch = 
     if not missing:
         return 0
     num_known = len(known)
-    with torch.random.fork_rng():  # random operations draw while they are measured
+    with _MEASURING, torch.random.fork_rng():  # random operations draw while they are measured
         measured = _measure_workspace(list(missing.values()))
         for (key, node), workspace in watch(list(zip(missing.items(), measured, strict=True))):
             if workspace is not None:
