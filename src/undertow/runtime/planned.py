@@ -221,9 +221,10 @@ class Runner:
         if len(variants) >= MAX_OUTCOMES:
             guards = [node for node in captured.program.nodes if str(node.target).startswith("guard")]
             raise TooManyOutcomes(
-                f"branches on tensor values took more than {MAX_OUTCOMES} ways, the last at {guards[-1].origin}: "
-                f"make the branch part of the computation (torch.where), move it out of the model, "
-                f"or leave this part of the model unplanned"
+                f"branches on tensor values, or numbers read from them, went more than {MAX_OUTCOMES} ways, the last "
+                f"at {guards[-1].origin}: make the branch part of the computation (torch.where), move it out of the "
+                f"model, or leave this part of the model unplanned; BatchNorm with momentum=None reads another number "
+                f"at every step: give it a momentum"
             )
         self._refuse_ever_new_states(captured)
         self._state.assigned.update((id(item.owner), item.name) for item in captured.assignments)
