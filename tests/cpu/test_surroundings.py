@@ -256,30 +256,6 @@ def test_the_first_draw_may_be_made_while_a_model_is_recorded_whatever_the_defau
         has_pytorch_bits()
 
 
-def test_threads_that_plan_at_the_same_time(tmp_path):
-    out, _ = run(
-        """
-        import threading
-
-        def work(size):
-            model = nn.Sequential(nn.Linear(size, 16), nn.ReLU(), nn.Linear(16, 4))
-            for numerics in ("exact", "fast"):
-                planned = ut.plan(model, (torch.randn(2, size),), numerics=numerics, budget="1MiB")
-                for count in range(3, 9):
-                    planned(torch.randn(count, size)).sum().backward()
-            print("done")
-
-        threads = [threading.Thread(target=work, args=(size,)) for size in (8, 9, 10)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        """,
-        tmp_path,
-    )
-    assert out.split() == ["done"] * 3
-
-
 def test_costs_of_nothing_are_planned_with():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(64, 8)
     costs = ut.train_step(model, (x,), loss=torch.sum, budget="1MiB").costs

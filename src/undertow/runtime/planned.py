@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -31,6 +32,9 @@ MAX_OUTCOMES = 64  # ways through a model's branches on tensor values
 MAX_CAPTURES = 32  # shapes, dtypes, modes
 MAX_PREPARED = 4  # evaluations of which the prepared weights are held at the same time
 MAX_NEW_STATES = 8  # captures in a row that each leave the model in a Python state of its own
+# One thread at a time: recording walks over all objects, and a tuple that another thread is building would be among
+# them, which Python answers with a SystemError there.
+_PLANNING = threading.RLock()
 
 
 class Variant:
@@ -51,7 +55,8 @@ class Variant:
     def step_for(self, pattern: Pattern) -> Step:
         """The step whose gradients come from the outputs marked in `pattern`."""
         if pattern not in self._steps:
-            self._steps[pattern] = Step(self._make_plan(self.captured.program, pattern), pattern)
+            with _PLANNING:
+                self._steps[pattern] = Step(self._make_plan(self.captured.program, pattern), pattern)
         return self._steps[pattern]
 
     def remember(self, pattern: Pattern) -> None:
@@ -207,7 +212,7 @@ class Runner:
     def _add(self, variants: list[Variant], args: Any, kwargs: Any) -> Variant:
         try:
             # Hooks on saved tensors, such as those of torch.utils.checkpoint, are for what runs, not for recording it.
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            with _PLANNING, torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 captured = self._capture(self.forward, args, kwargs, self.model)
         except UndertowError:
             raise
