@@ -206,8 +206,7 @@ def _parts(name: str, node: Node) -> Iterator[Node]:
 @cache
 def _backward_by_signs(name: str) -> OwnOperation:
     """As `backward_by`, with one bit per element of y in place of y."""
-    operation = partial(_backward, _BY_NAME[name])
-    return OwnOperation(f"convolution_backward_by_signs.{_short(name)}", operation, returns_tuple=True)
+    return replace(backward_by(name), name=f"convolution_backward_by_signs.{_short(name)}")
 
 
 def _readers_of_signs(name: str, node: Node, code: Value) -> Iterator[Node]:
@@ -218,5 +217,5 @@ def _readers_of_signs(name: str, node: Node, code: Value) -> Iterator[Node]:
 
 for _name in _BY_NAME:
     register_parts(backward_by(_name), partial(_parts, _name))
-    readers = partial(_readers_of_signs, _name)
-    register_code(backward_by(_name), Code(lambda node: node.args[-1], packed_type, PACK_SIGNS, readers))
+    _code = Code(lambda node: node.args[-1], packed_type, PACK_SIGNS, partial(_readers_of_signs, _name))
+    register_code(backward_by(_name), _code)

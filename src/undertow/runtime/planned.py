@@ -56,7 +56,8 @@ class Variant:
         """The step whose gradients come from the outputs marked in `pattern`."""
         if pattern not in self._steps:
             with _PLANNING:
-                self._steps[pattern] = Step(self._make_plan(self.captured.program, pattern), pattern)
+                if pattern not in self._steps:  # another thread may have made it meanwhile
+                    self._steps[pattern] = Step(self._make_plan(self.captured.program, pattern), pattern)
         return self._steps[pattern]
 
     def remember(self, pattern: Pattern) -> None:
