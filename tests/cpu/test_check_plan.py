@@ -29,7 +29,8 @@ def plan():
     step = make_step(model, 1, nn.functional.cross_entropy, optimizer, terms)
     captured = step._capture(step._runner.forward, (x, y), {}, model)
     planner = make_budget_planner(*step._derive(captured.program, terms), terms)
-    plan = check_plan(find_plan(planner, planner.smallest.peak_bytes))
+    plan = check_plan(find_plan(planner, planner.smallest.peak_bytes * 21 // 20))
+    assert sum(first is not None for first in plan.tables.offsets) > 20
     assert plan.recomputed and any(isinstance(node.target, Replayed) for node in plan.nodes)
     assert any(isinstance(node.target, UpdateParameter) for node in plan.nodes)
     return plan
@@ -141,9 +142,37 @@ def test_overlapping_bytes(plan):
         check_plan(with_tables(plan, offsets=tuple(offsets)))
 
 
-def test_no_place_in_memory(plan):
-    offsets = [None] * len(plan.tables.offsets)
-    with pytest.raises(PlanError, match="no place in memory"):
+def test_an_arena_that_raises_the_peak(plan):
+    offsets = list(plan.tables.offsets)
+    last = max(first for first in offsets if first is not None)
+    offsets[offsets.index(last)] += 64 * 1024
+    with pytest.raises(PlanError, match="bytes are held with all of the arena, the peak is"):
+        check_plan(with_tables(plan, offsets=tuple(offsets)))
+
+
+def test_outside_of_the_arena_without_room(plan):
+    offsets = list(plan.tables.offsets)
+    offsets[offsets.index(0)] = None
+    with pytest.raises(PlanError, match="bytes are held with all of the arena, the peak is"):
+        check_plan(with_tables(plan, offsets=tuple(offsets)))
+
+
+def test_without_an_arena_a_plan_is_sound(plan):
+    check_plan(with_tables(plan, offsets=(None,) * len(plan.tables.offsets)))
+
+
+@pytest.mark.parametrize(
+    ("value_of", "message"),
+    [
+        (lambda program: program.inputs[0].value, "is the user's, and lies in the step's arena"),
+        (lambda program: program.outputs[0], "is a result of the step, which outlives it, and lies in its arena"),
+    ],
+    ids=["input", "output"],
+)
+def test_what_is_not_the_steps_in_its_arena(plan, value_of, message):
+    offsets = list(plan.tables.offsets)
+    offsets[plan.tables.storage[value_of(plan.program)]] = 0
+    with pytest.raises(PlanError, match=message):
         check_plan(with_tables(plan, offsets=tuple(offsets)))
 
 

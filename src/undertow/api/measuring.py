@@ -36,7 +36,9 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     step.zero_grad(set_to_none=True)
     seconds = _time(call)
     step.zero_grad(set_to_none=True)
-    return replace(measure_call(call, [*step.parameters(), *step.buffers()], given), step_s=seconds)
+    runner = getattr(step, "undertow_runner", None)
+    held = [] if runner is None else runner.persistent_tensors()
+    return replace(measure_call(call, [*step.parameters(), *step.buffers(), *held], given), step_s=seconds)
 
 
 def _sum_of(outputs: Any) -> torch.Tensor:

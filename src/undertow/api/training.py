@@ -185,8 +185,10 @@ class TrainStep:
         return next(name for name, item in self.model.named_parameters() if item is parameter)
 
     def release(self) -> None:
-        """Give back the memory of the step's CUDA graph; it is captured anew when the step has run a few times more."""
-        self._runner.release_graph()
+        """Give back what the step holds between calls: its arena, until the next one, and its CUDA graph, which is
+        captured anew when the step has run a few times more.
+        """
+        self._runner.release_memory()
 
     def walk(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Node, list[Any]]]:
         """Run a step one operation at a time, giving each with its outputs; no update is made."""
@@ -199,10 +201,10 @@ class TrainStep:
             self.model.zero_grad(set_to_none=True)
 
     def persistent_tensors(self) -> list[torch.Tensor]:
-        """What the step holds between calls: parameters, buffers, gradients, the optimizer's state."""
+        """What the step holds between calls: parameters, buffers, gradients, the optimizer's state, its arena."""
         entries = self.optimizer.state.values() if self.optimizer is not None else ()
         state = [item for entry in entries for item in entry.values()]
-        found = [*self.model.parameters(), *self.model.buffers()]
+        found = [*self.model.parameters(), *self.model.buffers(), *self._runner.persistent_tensors()]
         found += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return found + [item for item in state if isinstance(item, torch.Tensor)]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from undertow.errors import PlanError
-from undertow.ir.plan import Plan
+from undertow.ir.plan import ARENA_GAPS, Plan
 from undertow.ir.program import InputKind, Node, Value, values_in
 from undertow.ir.types import OpaqueType
 
@@ -72,15 +72,17 @@ def _check_held(plan: Plan) -> None:
 
 def _check_offsets(plan: Plan) -> None:
     """Each on a boundary, and none further out than all of them laid end to end."""
-    places = [
-        (first, size)
-        for first, size in zip(plan.tables.offsets, plan.tables.storage_bytes, strict=True)
-        if first is not None
-    ]
-    end = sum(-(-size // ALIGNMENT) * ALIGNMENT for _, size in places)
-    for first, size in places:
-        if first % ALIGNMENT or first + size > end:
-            raise PlanError(f"a storage lies at byte {first} of {end}: not on a boundary of {ALIGNMENT}, or outside")
+    places = _places(plan)
+    whole = sum(-(-(end - first) // ALIGNMENT) * ALIGNMENT for first, end in places)
+    for first, end in places:
+        if first % ALIGNMENT or first < 0 or end > whole:
+            raise PlanError(f"a storage lies at byte {first} of {whole}: not on a boundary of {ALIGNMENT}, or outside")
+
+
+def _places(plan: Plan) -> list[tuple[int, int]]:
+    """First byte and byte behind the last of everything in the arena."""
+    pairs = zip(plan.tables.offsets, plan.tables.storage_bytes, strict=True)
+    return [(first, first + size) for first, size in pairs if first is not None]
 
 
 class _Replay:
@@ -100,6 +102,8 @@ class _Replay:
         self.lost: dict[Value, str] = {}  # why a value can no longer be read
         self.placed: list[tuple[int, int, int]] = []  # first byte, byte behind the last, storage; sorted
         self.held_bytes = sum(plan.held.values())
+        self.outside_bytes = self.held_bytes - plan.held.get(ARENA_GAPS, 0)
+        self.arena_bytes = max((end for _, end in _places(plan)), default=0)
         self.inputs = {self.storage(item.value) for item in self.program.inputs}
         ends = [*self.program.outputs, *(item.value for item in self.program.updates)]
         ends += [item.value for item in self.program.gradients if item.value is not None]
@@ -112,6 +116,8 @@ class _Replay:
 
     def run(self) -> None:
         for item in self.program.inputs:
+            if self.tables.offsets[self.storage(item.value)] is not None:
+                raise PlanError(f"{item.value} is the user's, and lies in the step's arena")
             self._make_valid(item.value)
             self.present.add(self.storage(item.value))
         for position, node in enumerate(self.program.nodes):
@@ -162,6 +168,9 @@ class _Replay:
             raise PlanError(f"{name}: {found} bytes are held, the plan says {self.plan.live_bytes[position]}")
         if self.plan.budget_bytes is not None and found > self.plan.budget_bytes:
             raise PlanError(f"{name}: {found} bytes are held, {found - self.plan.budget_bytes} more than the budget")
+        found += self.arena_bytes + self.outside_bytes - self.held_bytes
+        if found > self.plan.peak_bytes:
+            raise PlanError(f"{name}: {found} bytes are held with all of the arena, the peak is {self.plan.peak_bytes}")
         for storage in self.tables.frees[position]:
             self._free(storage, name)
 
@@ -188,8 +197,11 @@ class _Replay:
 
     def _place(self, storage: int, value: Value) -> None:
         first = self.tables.offsets[storage]
-        if first is None or first < 0:
-            raise PlanError(f"{value} has no place in memory")
+        if first is None:
+            self.outside_bytes += self.tables.storage_bytes[storage]
+            return
+        if storage in self.ends:
+            raise PlanError(f"{value} is a result of the step, which outlives it, and lies in its arena")
         if self.tables.storage_bytes[storage] == 0:
             return
         entry = (first, first + self.tables.storage_bytes[storage], storage)
@@ -217,6 +229,7 @@ class _Replay:
             self.lost[value] = f"which was freed after {name}"
         self.present.discard(storage)
         self.held_bytes -= self.tables.storage_bytes[storage]
+        self.outside_bytes -= self.tables.storage_bytes[storage] if self.tables.offsets[storage] is None else 0
         self.placed = [entry for entry in self.placed if entry[2] != storage]
 
 

@@ -10,6 +10,9 @@ from undertow.ir.printer import format_bytes, print_program
 from undertow.ir.program import Node, Program, Value
 
 
+ARENA_GAPS = "gaps in the arena"  # among what is held: by how much the arena raises the peak
+
+
 @dataclass(frozen=True, eq=False)
 class KeptValue:
     """A value of the forward pass that the backward pass reads, and the operations whose derivatives ask for it."""
@@ -26,10 +29,16 @@ class Tables:
 
     storage: dict[Value, int]  # of every value, inputs included
     storage_bytes: tuple[int, ...]
-    offsets: tuple[int | None, ...]  # where a storage lies in the step's memory; None for inputs, which are the user's
+    offsets: tuple[int | None, ...]  # where a storage lies in the step's arena; None for those outside of it
     frees: tuple[tuple[int, ...], ...]  # storages freed after each node
     workspace_bytes: tuple[int, ...]  # of each node
     duration_ns: tuple[int, ...]  # of each node
+
+    @property
+    def arena_bytes(self) -> int:
+        """The size of the arena, which is there from the first operation to the last."""
+        places = zip(self.offsets, self.storage_bytes, strict=True)
+        return max((first + size for first, size in places if first is not None), default=0)
 
 
 class Outcome(Enum):

@@ -12,6 +12,7 @@ import numpy
 import torch
 
 from undertow.kernels.compiler import HAS_NUMBA, numba
+from undertow.kernels.outputs import Out, given
 from undertow.kernels.threads import run_parallel
 
 if HAS_NUMBA:
@@ -85,9 +86,9 @@ def _num_vectors(tensor: torch.Tensor) -> int:
     return tensor.numel() // NUM_LANES if tensor.dtype is torch.float32 else 0
 
 
-def pack_signs(tensor: torch.Tensor) -> torch.Tensor:
+def pack_signs(tensor: torch.Tensor, out: Out = None) -> torch.Tensor:
     """One bit per element: whether it is not <= 0."""
-    packed = torch.empty(num_packed_bytes(tensor.numel()), dtype=torch.uint8)
+    packed = given(out, 0, lambda: torch.empty(num_packed_bytes(tensor.numel()), dtype=torch.uint8))
     pack_signs_into(tensor, packed)
     return packed
 
@@ -101,9 +102,11 @@ def pack_signs_into(tensor: torch.Tensor, packed: torch.Tensor) -> None:
         run_parallel(_pack_signs, flat(tensor)[done:], packed.numpy()[done // 8 :])
 
 
-def select_by_bits(tensor: torch.Tensor, packed: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def select_by_bits(
+    tensor: torch.Tensor, packed: torch.Tensor, strides: tuple[int, ...], out: Out = None
+) -> torch.Tensor:
     """The elements whose bit is set, and 0 elsewhere; `strides` are those of the tensor that was packed."""
-    selected = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
+    selected = given(out, 0, lambda: torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype))
     if tensor.stride() != strides:
         tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
     num_vectors = _num_vectors(tensor)
@@ -114,15 +117,17 @@ def select_by_bits(tensor: torch.Tensor, packed: torch.Tensor, strides: tuple[in
     return selected
 
 
-def pack_mask(mask: torch.Tensor) -> torch.Tensor:
+def pack_mask(mask: torch.Tensor, out: Out = None) -> torch.Tensor:
     """One bit per element of a boolean tensor."""
-    packed = torch.empty(num_packed_bytes(mask.numel()), dtype=torch.uint8)
+    packed = given(out, 0, lambda: torch.empty(num_packed_bytes(mask.numel()), dtype=torch.uint8))
     packed.numpy()[:] = numpy.packbits(flat(mask), bitorder="little")
     return packed
 
 
-def unpack_mask(packed: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+def unpack_mask(
+    packed: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], out: Out = None
+) -> torch.Tensor:
     """The boolean tensor that was packed."""
-    mask = torch.empty_strided(shape, strides, dtype=torch.bool)
+    mask = given(out, 0, lambda: torch.empty_strided(shape, strides, dtype=torch.bool))
     flat(mask)[:] = numpy.unpackbits(packed.numpy(), count=mask.numel(), bitorder="little").view(numpy.bool_)
     return mask

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from undertow.kernels.compiler import HAS_NUMBA, numba
+from undertow.kernels.outputs import Out, given
 from undertow.kernels.streaming import distinct
 from undertow.kernels.threads import run_parallel
 
@@ -107,9 +108,10 @@ def normalise_again(
     residual: Tensor | None = None,
     lowest: float = -numpy.inf,
     highest: float = numpy.inf,
+    out: Out = None,
 ) -> Tensor:
     """clamp((x - mean) inverse_std weight + bias + residual), rounded as PyTorch rounds it."""
-    out = torch.empty_like(x)
+    y = given(out, 0, lambda: torch.empty_like(x))
     scale, shift = torch.empty_like(mean), torch.empty_like(mean)
     _find_factors(mean.numpy(), inverse_std.numpy(), _vector(weight), _vector(bias), scale.numpy(), shift.numpy())
     is_contiguous = x.is_contiguous()
@@ -117,9 +119,9 @@ def normalise_again(
     run_parallel(
         _normalise_planes if is_contiguous else _normalise_rows,
         view(x), scale.numpy(), shift.numpy(), view(x if residual is None else residual), residual is not None,
-        numpy.float32(lowest), numpy.float32(highest), view(out),
+        numpy.float32(lowest), numpy.float32(highest), view(y),
     )  # fmt: skip
-    return out
+    return y
 
 
 def _vector(tensor: Tensor | None) -> Any:

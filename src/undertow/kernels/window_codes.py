@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from undertow.kernels.compiler import numba
+from undertow.kernels.outputs import Out, given
 from undertow.kernels.threads import run_parallel
 
 Pair = tuple[int, int]
@@ -40,19 +41,31 @@ def _decode(codes: Any, indices: Any, width: int, kernel_width: int, stride: Any
 
 
 def encode_windows(
-    indices: torch.Tensor, width: int, kernel_width: int, stride: Pair, padding: Pair, dilation: Pair
+    indices: torch.Tensor,
+    width: int,
+    kernel_width: int,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    out: Out = None,
 ) -> torch.Tensor:
     """One byte per window; `width` is that of the plane that was pooled."""
-    codes = torch.empty(indices.shape, dtype=torch.uint8)
+    codes = given(out, 0, lambda: torch.empty(indices.shape, dtype=torch.uint8))
     run_parallel(_encode, _planes(indices), _planes(codes), width, kernel_width, stride, padding, dilation)
     return codes
 
 
 def decode_windows(
-    codes: torch.Tensor, width: int, kernel_width: int, stride: Pair, padding: Pair, dilation: Pair
+    codes: torch.Tensor,
+    width: int,
+    kernel_width: int,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    out: Out = None,
 ) -> torch.Tensor:
     """PyTorch's indices from the codes."""
-    indices = torch.empty(codes.shape, dtype=torch.int64)
+    indices = given(out, 0, lambda: torch.empty(codes.shape, dtype=torch.int64))
     run_parallel(_decode, _planes(codes), _planes(indices), width, kernel_width, stride, padding, dilation)
     return indices
 

@@ -54,7 +54,7 @@ register(
     )
 )
 
-SELECT_BY_BITS = OwnOperation("select_by_bits", select_by_bits)
+SELECT_BY_BITS = OwnOperation("select_by_bits", select_by_bits, writes_into=True)
 
 
 def _select_by_signs(node: Node, code: Value) -> Iterator[Node]:

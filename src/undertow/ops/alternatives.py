@@ -152,9 +152,9 @@ def _bytes_type(num_bytes: int) -> TensorType:
     return TensorType(torch.uint8, (num_bytes,), (1,), torch.device("cpu"))
 
 
-PACK_SIGNS = OwnOperation("pack_signs", pack_signs)
-PACK_MASK = OwnOperation("pack_mask", pack_mask)
-UNPACK_MASK = OwnOperation("unpack_mask", unpack_mask)
+PACK_SIGNS = OwnOperation("pack_signs", pack_signs, writes_into=True)
+PACK_MASK = OwnOperation("pack_mask", pack_mask, writes_into=True)
+UNPACK_MASK = OwnOperation("unpack_mask", unpack_mask, writes_into=True)
 
 
 def _codecs(position: int, node: Node) -> Iterator[Alternative]:

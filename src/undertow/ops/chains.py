@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from undertow.kernels.outputs import Out, given
 from undertow.ops.own import OwnOperation
 
 
@@ -20,10 +21,10 @@ def chain(steps: Any, num_inputs: int) -> OwnOperation:
 
         return compile_chain(("full",) * num_inputs, steps, (num_inputs + len(steps) - 1,))
 
-    def run(*tensors: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(tensors[0])
-        compiled()(tensors, (out,))
-        return out
+    def run(*tensors: torch.Tensor, out: Out = None) -> torch.Tensor:
+        result = given(out, 0, lambda: torch.empty_like(tensors[0]))
+        compiled()(tensors, (result,))
+        return result
 
     key = hashlib.sha256(repr((steps, num_inputs)).encode()).hexdigest()[:8]
-    return OwnOperation(f"chain({'+'.join(name for name, _ in steps)})#{key}", run)
+    return OwnOperation(f"chain({'+'.join(name for name, _ in steps)})#{key}", run, writes_into=True)

@@ -25,6 +25,7 @@ from undertow.kernels.convolution import (
     shape_from,
     shape_of,
 )
+from undertow.kernels.outputs import Out, given
 from undertow.ops.alternatives import PACK_SIGNS, Code, packed_type, register_code, register_parts
 from undertow.ops.own import OwnOperation
 
@@ -35,7 +36,7 @@ _BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 @cache
 def forward_by(name: str) -> OwnOperation:
     """The forward pass by an algorithm: (x, weight, bias, stride, padding, dilation, groups, has_relu) -> y."""
-    return OwnOperation(f"convolution.{_short(name)}", partial(_forward, _BY_NAME[name]))
+    return OwnOperation(f"convolution.{_short(name)}", partial(_forward, _BY_NAME[name]), writes_into=True)
 
 
 @cache
@@ -45,7 +46,7 @@ def backward_by(name: str) -> OwnOperation:
     `wants` says which of the three; y, the output of the forward pass with its ReLU, masks the cotangent, or is None.
     """
     operation = partial(_backward, _BY_NAME[name])
-    return OwnOperation(f"convolution_backward.{_short(name)}", operation, returns_tuple=True)
+    return OwnOperation(f"convolution_backward.{_short(name)}", operation, returns_tuple=True, writes_into=True)
 
 
 @cache
@@ -61,7 +62,8 @@ def prepared_by(name: str) -> OwnOperation:
 
     (x, prepared, bias, sizes of the weights, stride, padding, dilation, groups, residual, has_relu) -> y
     """
-    return OwnOperation(f"convolution_prepared.{_short(name)}", partial(_evaluate, _prepared_algorithm(name)))
+    operation = partial(_evaluate, _prepared_algorithm(name))
+    return OwnOperation(f"convolution_prepared.{_short(name)}", operation, writes_into=True)
 
 
 def prepared_size(name: str, shape: ConvolutionShape) -> int:
@@ -102,9 +104,10 @@ def _evaluate(
     groups: int,
     residual: Tensor | None,
     has_relu: bool,
+    out: Out = None,
 ) -> Tensor:
     shape = shape_from(tuple(x.shape), weight_shape, stride, padding, dilation, groups)
-    y = _empty_image(shape.out_shape)
+    y = given(out, 0, lambda: _empty_image(shape.out_shape))
     workspace = torch.empty(algorithm.evaluation_bytes(shape), dtype=torch.uint8)
     algorithm.evaluate(shape, x, prepared, y, workspace, bias=bias, residual=residual, has_relu=has_relu)
     return y
@@ -124,9 +127,10 @@ def _forward(
     dilation: Pair,
     groups: int,
     has_relu: bool = False,
+    out: Out = None,
 ) -> Tensor:
     shape = shape_of(x, weight, stride, padding, dilation, groups)
-    y = _empty_image(shape.out_shape)
+    y = given(out, 0, lambda: _empty_image(shape.out_shape))
     workspace = algorithm.new_workspace(shape, Pass.FORWARD)
     algorithm.forward(shape, x, weight.contiguous(), y, workspace, bias=bias, has_relu=has_relu)
     return y
@@ -143,12 +147,13 @@ def _backward(
     groups: int,
     wants: tuple[bool, bool, bool],
     y: Tensor | None = None,
+    out: Out = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     shape = shape_of(x, weight, stride, padding, dilation, groups)
     ct = ct.contiguous(memory_format=torch.channels_last)
-    ct_x = _empty_image(shape.x_shape) if wants[0] else None
-    ct_weight = torch.empty(shape.weight_shape) if wants[1] else None
-    ct_bias = torch.empty(shape.out_channels) if wants[2] else None
+    ct_x = given(out, 0, lambda: _empty_image(shape.x_shape)) if wants[0] else None
+    ct_weight = given(out, 1, lambda: torch.empty(shape.weight_shape)) if wants[1] else None
+    ct_bias = given(out, 2, lambda: torch.empty(shape.out_channels)) if wants[2] else None
     workspace = torch.empty(_backward_bytes(algorithm, shape, wants), dtype=torch.uint8)
     algorithm.backward(shape, ct, x, weight.contiguous(), ct_x, ct_weight, ct_bias, workspace, mask=y)
     return ct_x, ct_weight, ct_bias
@@ -167,29 +172,33 @@ def _empty_image(shape: tuple[int, int, int, int]) -> Tensor:
 @cache
 def _input_part_by(name: str) -> OwnOperation:
     """(ct, weight, sizes of x, stride, padding, dilation, groups, y) -> ct_x"""
-    return OwnOperation(f"convolution_backward_input.{_short(name)}", partial(_input_part, _BY_NAME[name]))
+    operation = partial(_input_part, _BY_NAME[name])
+    return OwnOperation(f"convolution_backward_input.{_short(name)}", operation, writes_into=True)
 
 
 @cache
 def _weight_part_by(name: str) -> OwnOperation:
     """(ct, x, weight, stride, padding, dilation, groups, wants_bias, y) -> ct_weight, ct_bias"""
     operation = partial(_weight_part, _BY_NAME[name])
-    return OwnOperation(f"convolution_backward_weight.{_short(name)}", operation, returns_tuple=True)
+    return OwnOperation(f"convolution_backward_weight.{_short(name)}", operation, returns_tuple=True, writes_into=True)
 
 
-def _input_part(algorithm: Algorithm, ct: Tensor, weight: Tensor, x_shape: Any, *rest: Any) -> Tensor:
+def _input_part(algorithm: Algorithm, ct: Tensor, weight: Tensor, x_shape: Any, *rest: Any, out: Out = None) -> Tensor:
     *geometry, y = rest
     shape = shape_from(x_shape, tuple(weight.shape), *geometry)
     ct = ct.contiguous(memory_format=torch.channels_last)
-    ct_x = _empty_image(shape.x_shape)
+    ct_x = given(out, 0, lambda: _empty_image(shape.x_shape))
     workspace = algorithm.new_workspace(shape, Pass.BACKWARD_DATA)
     algorithm.backward(shape, ct, None, weight.contiguous(), ct_x, None, None, workspace, mask=y)
     return ct_x
 
 
-def _weight_part(algorithm: Algorithm, ct: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+def _weight_part(
+    algorithm: Algorithm, ct: Tensor, x: Tensor, weight: Tensor, *rest: Any, out: Out = None
+) -> tuple[Tensor | None, ...]:
     stride, padding, dilation, groups, wants_bias, y = rest
-    return _backward(algorithm, ct, x, weight, stride, padding, dilation, groups, (False, True, wants_bias), y)[1:]
+    wants, out = (False, True, wants_bias), None if out is None else (None, *out)
+    return _backward(algorithm, ct, x, weight, stride, padding, dilation, groups, wants, y, out)[1:]
 
 
 def _parts(name: str, node: Node) -> Iterator[Node]:

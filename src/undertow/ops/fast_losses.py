@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from undertow.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from undertow.kernels.outputs import Out, given
 from undertow.ops.own import OwnOperation
 
 
@@ -16,9 +17,15 @@ def _forward(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str)
 
 
 def _backward(
-    ct: Tensor, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, logsumexp: Tensor
+    ct: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    reduction: str,
+    logsumexp: Tensor,
+    out: Out = None,
 ) -> Tensor:
-    ct_logits = torch.empty_like(logits)
+    ct_logits = given(out, 0, lambda: torch.empty_like(logits))
     cross_entropy_backward(float(ct), logits, targets, ignore_index, reduction, logsumexp, ct_logits)
     return ct_logits
 
@@ -27,4 +34,4 @@ def _backward(
 CROSS_ENTROPY = OwnOperation("cross_entropy.fused", _forward, returns_tuple=True)
 
 # (ct, logits, targets, ignore_index, "mean" or "sum", logsumexp) -> ct_logits
-CROSS_ENTROPY_BACKWARD = OwnOperation("cross_entropy_backward.fused", _backward)
+CROSS_ENTROPY_BACKWARD = OwnOperation("cross_entropy_backward.fused", _backward, writes_into=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from undertow.ir import Node
 from undertow.kernels.batch_norm import batch_norm_backward, batch_norm_evaluate, batch_norm_forward, rows_of
 from undertow.kernels.layer_norm import layer_norm_backward, layer_norm_forward
+from undertow.kernels.outputs import Out, given
 from undertow.ops.alternatives import Makers, register_second_run
 from undertow.ops.own import OwnOperation
 
@@ -30,13 +31,14 @@ def _forward(
     epsilon: float,
     residual: Tensor | None,
     has_relu: bool,
+    out: Out = None,
 ) -> tuple[Tensor, ...]:
-    y = torch.empty_like(x)
-    mean, inverse_std = x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
+    y = given(out, 0, lambda: torch.empty_like(x))
+    mean, inverse_std = (given(out, place, lambda: x.new_empty(x.shape[1])) for place in (1, 2))
     new_mean, new_var = (None if item is None else item.clone() for item in (running_mean, running_var))
-    rows, out, other = rows_of(x), rows_of(y), _rows(residual)
+    rows, y_rows, other = rows_of(x), rows_of(y), _rows(residual)
     batch_norm_forward(
-        rows, weight, bias, new_mean, new_var, momentum, epsilon, other, has_relu, out, mean, inverse_std
+        rows, weight, bias, new_mean, new_var, momentum, epsilon, other, has_relu, y_rows, mean, inverse_std
     )
     return (y, mean, inverse_std, *(item for item in (new_mean, new_var) if item is not None))
 
@@ -50,10 +52,11 @@ def _evaluate(
     epsilon: float,
     residual: Tensor | None,
     has_relu: bool,
+    out: Out = None,
 ) -> Tensor:
-    y = torch.empty_like(x)
-    rows, out, other = rows_of(x), rows_of(y), _rows(residual)
-    batch_norm_evaluate(rows, weight, bias, running_mean, running_var, epsilon, other, has_relu, out)
+    y = given(out, 0, lambda: torch.empty_like(x))
+    rows, y_rows, other = rows_of(x), rows_of(y), _rows(residual)
+    batch_norm_evaluate(rows, weight, bias, running_mean, running_var, epsilon, other, has_relu, y_rows)
     return y
 
 
@@ -65,10 +68,11 @@ def _backward(
     inverse_std: Tensor,
     y: Tensor | None,
     keeps_masked: bool,
+    out: Out = None,
 ) -> tuple[Tensor | None, ...]:
-    ct_x = torch.empty_like(x)
-    ct_weight, ct_bias = torch.empty_like(mean), torch.empty_like(mean)
-    masked = torch.empty_like(x) if keeps_masked else None
+    ct_x = given(out, 0, lambda: torch.empty_like(x))
+    ct_weight, ct_bias = (given(out, place, lambda: torch.empty_like(mean)) for place in (1, 2))
+    masked = given(out, 3, lambda: torch.empty_like(x)) if keeps_masked else None
     ct = rows_of(ct.contiguous(memory_format=torch.channels_last))
     batch_norm_backward(
         ct, rows_of(x), weight, mean, inverse_std, _rows(y), rows_of(ct_x), ct_weight, ct_bias, _rows(masked)
@@ -107,14 +111,14 @@ def _rows(images: Tensor | None) -> Tensor | None:
 
 # (x, weight, bias, running mean, running variance, momentum, epsilon, residual, has_relu)
 #     -> y, mean, 1 / standard deviation, and the new running statistics where there are old ones
-BATCH_NORM = OwnOperation("batch_norm.fused", _forward, returns_tuple=True)
+BATCH_NORM = OwnOperation("batch_norm.fused", _forward, returns_tuple=True, writes_into=True)
 
 # (x, weight, bias, running mean, running variance, epsilon, residual, has_relu) -> y
-BATCH_NORM_EVALUATE = OwnOperation("batch_norm.evaluate", _evaluate)
+BATCH_NORM_EVALUATE = OwnOperation("batch_norm.evaluate", _evaluate, writes_into=True)
 
 # (ct, x, weight, mean, 1 / standard deviation, y or None, keeps_masked) -> ct_x, ct_weight, ct_bias, masked ct or None
 # y, the output behind a ReLU, masks the cotangent; the residual's cotangent is the masked one.
-BATCH_NORM_BACKWARD = OwnOperation("batch_norm_backward.fused", _backward, returns_tuple=True)
+BATCH_NORM_BACKWARD = OwnOperation("batch_norm_backward.fused", _backward, returns_tuple=True, writes_into=True)
 
 # By the running statistics y = (x - mean) s + bias with s = weight / sqrt(variance + epsilon) is linear: behind a
 # convolution by w with bias b it is the convolution by w s with bias (b - mean) s + bias. Computed in float64, rounded
@@ -135,25 +139,28 @@ def _without_statistics(node: Node, _: Makers) -> Iterator[Node]:
 register_second_run(BATCH_NORM, _without_statistics)
 
 
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, ...]:
-    y = torch.empty_like(x)
-    mean, inverse_std = x.new_empty(*x.shape[:-1], 1), x.new_empty(*x.shape[:-1], 1)
-    rows, out = x.flatten(0, -2), y.flatten(0, -2)
-    layer_norm_forward(rows, None, weight, bias, epsilon, out, mean.view(-1), inverse_std.view(-1), None)
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, out: Out = None) -> tuple[Tensor, ...]:
+    y = given(out, 0, lambda: torch.empty_like(x))
+    mean, inverse_std = (given(out, place, lambda: x.new_empty(*x.shape[:-1], 1)) for place in (1, 2))
+    rows, y_rows = x.flatten(0, -2), y.flatten(0, -2)
+    layer_norm_forward(rows, None, weight, bias, epsilon, y_rows, mean.view(-1), inverse_std.view(-1), None)
     return y, mean, inverse_std
 
 
 def _layer_norm_backward(
-    ct: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor
+    ct: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor, out: Out = None
 ) -> tuple[Tensor, ...]:
-    ct_x, ct_weight, ct_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    ct_x = given(out, 0, lambda: torch.empty_like(x))
+    ct_weight, ct_bias = (given(out, place, lambda: torch.empty_like(weight)) for place in (1, 2))
     ct_rows, rows, ct_x_rows = (item.flatten(0, -2) for item in (ct.contiguous(), x, ct_x))
     layer_norm_backward(ct_rows, rows, mean.view(-1), inverse_std.view(-1), weight, ct_x_rows, ct_weight, ct_bias)
     return ct_x, ct_weight, ct_bias
 
 
 # (x, weight, bias, epsilon) -> y, mean, 1 / standard deviation
-LAYER_NORM = OwnOperation("layer_norm.fused", _layer_norm, returns_tuple=True)
+LAYER_NORM = OwnOperation("layer_norm.fused", _layer_norm, returns_tuple=True, writes_into=True)
 
 # (ct, x, mean, 1 / standard deviation, weight) -> ct_x, ct_weight, ct_bias
-LAYER_NORM_BACKWARD = OwnOperation("layer_norm_backward.fused", _layer_norm_backward, returns_tuple=True)
+LAYER_NORM_BACKWARD = OwnOperation(
+    "layer_norm_backward.fused", _layer_norm_backward, returns_tuple=True, writes_into=True
+)

@@ -9,30 +9,33 @@ import torch
 from torch import Tensor
 
 from undertow.kernels.max_pool import max_pool_backward, max_pool_forward
+from undertow.kernels.outputs import Out, given
 from undertow.ops.own import OwnOperation
 
 Pair = tuple[int, int]
 
 
 def _forward(
-    x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, out_size: Pair
+    x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, out_size: Pair, out: Out = None
 ) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[:2], *out_size)
-    y = torch.empty(shape, memory_format=torch.channels_last)
-    codes = torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)
+    y = given(out, 0, lambda: torch.empty(shape, memory_format=torch.channels_last))
+    codes = given(out, 1, lambda: torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last))
     max_pool_forward(_innermost(x), kernel, stride, padding, dilation, _innermost(y), _innermost(codes))
     return y, codes
 
 
-def _maxima(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, out_size: Pair) -> Tensor:
-    return _forward(x, kernel, stride, padding, dilation, out_size)[0]
+def _maxima(
+    x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, out_size: Pair, out: Out = None
+) -> Tensor:
+    return _forward(x, kernel, stride, padding, dilation, out_size, None if out is None else (*out, None))[0]
 
 
 def _backward(
-    ct: Tensor, codes: Tensor, size: Pair, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
+    ct: Tensor, codes: Tensor, size: Pair, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, out: Out = None
 ) -> Tensor:
     ct = ct.contiguous(memory_format=torch.channels_last)
-    ct_x = torch.empty((*ct.shape[:2], *size), memory_format=torch.channels_last)
+    ct_x = given(out, 0, lambda: torch.empty((*ct.shape[:2], *size), memory_format=torch.channels_last))
     max_pool_backward(_innermost(ct), _innermost(codes), None, kernel, stride, padding, dilation, _innermost(ct_x))
     return ct_x
 
@@ -42,10 +45,10 @@ def _innermost(image: Tensor) -> Tensor:
 
 
 # (x, kernel, stride, padding, dilation, output size) -> y, codes
-MAX_POOL = OwnOperation("max_pool.fused", _forward, returns_tuple=True)
+MAX_POOL = OwnOperation("max_pool.fused", _forward, returns_tuple=True, writes_into=True)
 
 # The same for the maxima alone, where nobody differentiates.
-MAX_POOL_MAXIMA = OwnOperation("max_pool.maxima", _maxima)
+MAX_POOL_MAXIMA = OwnOperation("max_pool.maxima", _maxima, writes_into=True)
 
 # (ct, codes, input size, kernel, stride, padding, dilation) -> ct_x
-MAX_POOL_BACKWARD = OwnOperation("max_pool_backward.fused", _backward)
+MAX_POOL_BACKWARD = OwnOperation("max_pool_backward.fused", _backward, writes_into=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from undertow.kernels.compiler import HAS_NUMBA
+from undertow.kernels.outputs import Out, given
 from undertow.ops.own import OwnOperation
 
 if HAS_NUMBA:
@@ -20,9 +21,9 @@ def _multiply(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor
     return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
 
 
-def _multiply_packed(left: Tensor, right: Tensor) -> Tensor:
+def _multiply_packed(left: Tensor, right: Tensor, out: Out = None) -> Tensor:
     left, right = (item if 1 in item.stride() else item.contiguous() for item in (left, right))
-    result = left.new_empty(left.shape[0], right.shape[1])
+    result = given(out, 0, lambda: left.new_empty(left.shape[0], right.shape[1]))
     multiply_packed(left, right, result)
     return result
 
@@ -31,4 +32,4 @@ def _multiply_packed(left: Tensor, right: Tensor) -> Tensor:
 PRODUCT = OwnOperation("mm.onednn", _multiply)
 
 # (left, right) -> left @ right
-PACKED_PRODUCT = OwnOperation("mm.packed", _multiply_packed)
+PACKED_PRODUCT = OwnOperation("mm.packed", _multiply_packed, writes_into=True)

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _NORMS = (Mutating(aten.native_batch_norm.default), aten.native_batch_norm.default)
 
 # (x, weight, bias, mean, 1 / standard deviation, residual, lowest, highest) -> y
-NORMALISE_AGAIN = OwnOperation("batch_norm.again", normalise_again)
+NORMALISE_AGAIN = OwnOperation("batch_norm.again", normalise_again, writes_into=True)
 
 
 @dataclass(frozen=True)

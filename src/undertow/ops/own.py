@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from undertow.ir import Node, Value, operation_name
 from undertow.kernels.draws import draw_bernoulli
+from undertow.kernels.outputs import Out, given
 from undertow.ops.registry import bind_arguments
 from undertow.ops.schema import flatten_outputs, schema_of
 
@@ -26,7 +27,7 @@ class OwnOperation:
     """An operation run by a Python function. `gradient(args, *cts)` gives a cotangent per argument.
 
     A preparation brings weights into the form in which another operation reads them: what it makes can be kept until
-    they change.
+    they change. One that `writes_into` what it is given takes `out`, a tensor or None per output.
     """
 
     name: str
@@ -35,6 +36,7 @@ class OwnOperation:
     has_effect: bool = False
     returns_tuple: bool = False
     is_preparation: bool = False
+    writes_into: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
@@ -53,12 +55,13 @@ def function_of(target: Any) -> Callable[..., Any]:
     return found
 
 
-def _restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    return aten.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def _restride(tensor: torch.Tensor, strides: tuple[int, ...], out: Out = None) -> torch.Tensor:
+    make = partial(aten.empty_strided, tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return given(out, 0, make).copy_(tensor)
 
 
 # A scatter into a view returns its own strides; the storage keeps those it has.
-RESTRIDE = OwnOperation("restride", _restride, gradient=lambda args, ct: (ct, None))
+RESTRIDE = OwnOperation("restride", _restride, gradient=lambda args, ct: (ct, None), writes_into=True)
 
 # Writing into a tensor under no_grad changes its value and leaves its history: the gradient passes to what stood there.
 REPLACE_VALUE = OwnOperation("replace_value", lambda old, new: new, gradient=lambda args, ct: (ct, None))
@@ -193,7 +196,7 @@ def call_bound(target: OpOverload, bound: dict[str, Any]) -> Any:
     arguments = target._schema.arguments
     args = [bound[argument.name] for argument in arguments if not argument.kwarg_only]
     kwargs = {argument.name: bound[argument.name] for argument in arguments if argument.kwarg_only}
-    return target(*args, **kwargs)
+    return function_of(target)(*args, **kwargs)
 
 
 def overwrites(node: Node) -> tuple[Value, ...]:

@@ -79,8 +79,8 @@ def _window_codec(bound: dict[str, Any], kind: TensorType) -> Codec | None:
     return Codec(replace(kind, dtype=torch.uint8), (ENCODE_WINDOWS, geometry), (DECODE_WINDOWS, geometry))
 
 
-ENCODE_WINDOWS = OwnOperation("encode_windows", encode_windows)
-DECODE_WINDOWS = OwnOperation("decode_windows", decode_windows)
+ENCODE_WINDOWS = OwnOperation("encode_windows", encode_windows, writes_into=True)
+DECODE_WINDOWS = OwnOperation("decode_windows", decode_windows, writes_into=True)
 register_codec(aten.max_pool2d_with_indices.default, 1, _window_codec)
 
 _register_max_pool(

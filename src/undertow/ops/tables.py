@@ -6,17 +6,22 @@ In: a Program, what its operations cost, and what the step holds besides. Out: a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from undertow.ir import Plan, Program, Tables, Value
 from undertow.ir.cost import Cost
+from undertow.ir.plan import ARENA_GAPS
 from undertow.ir.program import Node
+from undertow.ops.destinations import assumed_workspace, find_movable
 from undertow.ops.lifetimes import FOREVER, Lifetimes, find_lifetimes, kept_values
 from undertow.ops.opaque import ThroughAutograd
 from undertow.ops.placement import place
 from undertow.ops.reuse import reuse_dead_inputs
 
 NO_COST = Cost(0, 0)
+
+ARENA_GAP_SHARE = 100  # the arena raises the peak by a hundredth at most; packing usually needs less
 
 
 def make_plan(
@@ -27,11 +32,13 @@ def make_plan(
     repeats: Mapping[Value, Value] | None = None,
     cost_of: Callable[[Node], Cost] | None = None,
     held: Mapping[str, int] | None = None,
+    budget_bytes: int | None = None,
     **about: Any,
 ) -> Plan:
     """The Plan of a Program as it stands; dead inputs are written over where that changes no bit.
 
-    `held` are the bytes that are there throughout, the Program's inputs among them (the default counts just those).
+    `held` are the bytes that are there throughout, the Program's inputs among them (the default counts just those). Up
+    to the budget the arena may have gaps, without one where nothing was measured either.
     """
     costs = [cost_of(node) if cost_of is not None else NO_COST for node in program.nodes]
     program, base = reuse_dead_inputs(program), base or program
@@ -40,16 +47,25 @@ def make_plan(
     held = (
         dict(held) if held is not None else {"inputs": sum(item.value.type.allocated_bytes for item in program.inputs)}
     )
+    live_bytes = _live_bytes(tables, program, lifetimes, sum(held.values()))
+    peak_bytes = max(live_bytes, default=0)
+    allowed_bytes = 0 if budget_bytes is None and cost_of is not None else peak_bytes // ARENA_GAP_SHARE
+    if budget_bytes is not None:
+        allowed_bytes = max(min(allowed_bytes, budget_bytes - peak_bytes), 0)
+    offsets, gap_bytes = _place(program, lifetimes, tables, allowed_bytes, has_costs=cost_of is not None)
+    if gap_bytes:
+        held[ARENA_GAPS] = gap_bytes
     return Plan(
         program=program,
         base=base,
         bases=tuple(bases) if bases is not None else tuple(range(len(program.nodes))),
         repeats=dict(repeats or {}),
-        tables=tables,
+        tables=replace(tables, offsets=offsets),
         kept=kept_values(program, lifetimes),
         without_rule=tuple(node for node in program.backward_nodes if isinstance(node.target, ThroughAutograd)),
         held=held,
-        live_bytes=tuple(_live_bytes(tables, program, lifetimes, sum(held.values()))),
+        live_bytes=tuple(size + gap_bytes for size in live_bytes),
+        budget_bytes=budget_bytes,
         **about,
     )
 
@@ -60,21 +76,32 @@ def _make_tables(program: Program, lifetimes: Lifetimes, costs: Sequence[Cost]) 
     for root, index in numbers.items():
         if lifetimes.last_use[root] < len(program.nodes):
             frees[lifetimes.last_use[root]].append(index)
-    # An operation that writes over its argument needs no memory of its own, and what it computes with is its output.
-    inputs = {item.value for item in program.inputs}
-    stretches = [
-        None if root in inputs else (lifetimes.born[root], min(lifetimes.last_use[root], len(program.nodes)))
-        for root in numbers
-    ]
-    sizes = tuple(root.type.allocated_bytes for root in numbers)
     return Tables(
         storage={value: numbers[root] for value, root in lifetimes.root.items()},
-        storage_bytes=sizes,
-        offsets=place(sizes, stretches),
+        storage_bytes=tuple(root.type.allocated_bytes for root in numbers),
+        offsets=(None,) * len(numbers),
         frees=tuple(map(tuple, frees)),
         workspace_bytes=tuple(cost.workspace_bytes for cost in costs),
         duration_ns=tuple(cost.duration_ns for cost in costs),
     )
+
+
+def _place(
+    program: Program, lifetimes: Lifetimes, tables: Tables, allowed_bytes: int, has_costs: bool
+) -> tuple[tuple[int | None, ...], int]:
+    """Where storages lie in the arena, and by how much that raises the peak."""
+    movable = find_movable(program, lifetimes)
+    inputs = {item.value for item in program.inputs}
+    last = len(program.nodes) - 1
+    stretches = [
+        None if root in inputs else (min(lifetimes.born[root], last), min(lifetimes.last_use[root], last))
+        for root in lifetimes.born
+    ]
+    workspaces = [tables.workspace_bytes]
+    if not has_costs:  # nothing was measured: the arena has to fit whether kernels take memory for themselves or not
+        workspaces.append(tuple(assumed_workspace(node) for node in program.nodes))
+    sizes = tables.storage_bytes
+    return place(sizes, stretches, [root in movable for root in lifetimes.born], workspaces, allowed_bytes)
 
 
 def _live_bytes(tables: Tables, program: Program, lifetimes: Lifetimes, held_bytes: int) -> list[int]:

@@ -2,20 +2,23 @@
 
 The forward pass is one function. The backward pass is cut into segments: each ends where gradients are complete, so
 that they can be handed to autograd at once. Values that cross from one function to another travel in `slots`, a list.
+Behind them in that list lie the tensors of the arena, into which operations write the values that have a place there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from undertow.ir import Gradient, Node, Program, Value
+from undertow.ops.destinations import destination_of
 from undertow.ops.lifetimes import find_lifetimes
-from undertow.ops.own import function_of
+from undertow.ops.own import OwnOperation, function_of
 from undertow.ops.schema import schema_of
 
 aten = torch.ops.aten
@@ -46,18 +49,20 @@ class StepCode:
     forward: Callable[[Sequence[Any], list[Any]], tuple[Any, ...]]
     segments: tuple[Segment, ...]
     slots: dict[Value, int]
+    placed: tuple[Value, ...]  # whose tensors are expected behind the slots
     num_cotangents: int
     source: str
 
 
-def compile_program(program: Program) -> StepCode:
+def compile_program(program: Program, placed: Sequence[Value] = ()) -> StepCode:
     """Python functions for the passes of a Program. Cotangents are expected in the first slots."""
-    return _Writer(program).compile()
+    return _Writer(program, placed).compile()
 
 
 class _Writer:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, placed: Sequence[Value]) -> None:
         self.program = program
+        self.placed = tuple(placed)
         self.input_index = {item.value: index for index, item in enumerate(program.inputs)}
         self.roots = find_lifetimes(program).root
         self.constants: dict[str, Any] = {}
@@ -66,6 +71,7 @@ class _Writer:
         self.stretches = self._cut()
         self.last_stretch = self._find_last_stretch()
         self.slots = self._assign_slots()
+        self.places = {value: len(self.slots) + index for index, value in enumerate(self.placed)}
 
     def compile(self) -> StepCode:
         ends = (*self.program.outputs, *(update.value for update in self.program.updates))
@@ -80,7 +86,8 @@ class _Writer:
             Segment(namespace[f"backward_{index}"], gradients, self._read_inputs(nodes, gradients))
             for index, (nodes, gradients) in enumerate(self.stretches, start=1)
         )
-        return StepCode(namespace["forward"], segments, self.slots, len(self.program.cotangents), source)
+        num_cotangents = len(self.program.cotangents)
+        return StepCode(namespace["forward"], segments, self.slots, self.placed, num_cotangents, source)
 
     def _cut(self) -> list[tuple[tuple[Node, ...], tuple[Gradient, ...]]]:
         """Stretches of backward nodes, each with the gradients that are complete at its end."""
@@ -169,6 +176,8 @@ class _Writer:
         target = _BACKWARD_TARGETS.get(node.target, node.target) if is_backward else node.target
         arguments = [self._write_argument(argument) for argument in node.args]
         arguments += [f"{name}={self._write_argument(argument)}" for name, argument in node.kwargs.items()]
+        if any(value in self.places for value in node.kept_outputs):
+            return self._write_into(node, arguments)
         function = function_of(target)
         if isinstance(function, OpOverload):
             function = function._op  # to which it only hands its arguments on, at the cost of a Python frame
@@ -179,6 +188,30 @@ class _Writer:
         is_single = schema_of(target).returns_single if isinstance(target, OpOverload) else not _returns_tuple(target)
         line = f"{names[0]} = {call}" if is_single else f"{', '.join(names)}, = {call}"
         return f"{line}; del _" if "_" in names else line
+
+    def _write_into(self, node: Node, arguments: list[str]) -> str:
+        """The call of an operation that is told where its outputs lie; those outside of the arena are made before."""
+        destination = destination_of(node.target)
+        assert destination is not None
+        makes_others = isinstance(node.target, OwnOperation)
+        tensors = [self._write_tensor(value, makes_others) for value in node.outputs]
+        function = self._constant(destination.call)
+        names = [self._name(value) if value is not None else "_" for value in node.outputs]
+        if destination.names is None:
+            arguments.append(f"out=({', '.join(tensors)},)")
+            line = (
+                f"{', '.join(names)}{',' if _returns_tuple(node.target) else ''} = {function}({', '.join(arguments)})"
+            )
+            return f"{line}; del _" if "_" in names else line
+        lines = [f"{name} = {tensor}" for name, tensor in zip(names, tensors, strict=True)]
+        arguments += [f"{key}={name}" for key, name in zip(destination.names, names, strict=True)]
+        return "; ".join([*lines, f"{function}({', '.join(arguments)})"])
+
+    def _write_tensor(self, value: Value | None, makes_others: bool) -> str:
+        """What takes an output: a tensor of the arena, or a new one, which the operation may make for itself."""
+        if value in self.places:
+            return f"slots[{self.places[value]}]"
+        return "None" if value is None or makes_others else f"{self._constant(partial(_make, value))}()"
 
     def _write_argument(self, argument: Any) -> str:
         if isinstance(argument, Value):
@@ -199,6 +232,11 @@ class _Writer:
 
     def _name(self, value: Value) -> str:
         return self.names.setdefault(value, f"v{len(self.names)}")
+
+
+def _make(value: Value) -> torch.Tensor:
+    kind = value.tensor_type
+    return torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=kind.device)
 
 
 def _returns_tuple(target: Any) -> bool:

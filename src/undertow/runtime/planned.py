@@ -128,7 +128,7 @@ class Runner:
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
         self._last: Variant | None = None
         self._prepared: list[Step] = []  # those that hold prepared weights, the last used behind
-        self._last_run: Step | None = None  # the only one that may hold a CUDA graph
+        self._last_run: Step | None = None  # the only one that may hold an arena or a CUDA graph
         self._num_new_states = 0
         self._state = ModelState(model)
 
@@ -303,17 +303,21 @@ class Runner:
             assignment.owner[assignment.name] = fill_slots(assignment.skeleton, outputs)
         return fill_slots(variant.captured.skeleton, outputs)
 
-    def release_graph(self) -> None:
-        """Let go of the CUDA graph of the step that ran last, if it has one."""
+    def release_memory(self) -> None:
+        """Let go of what the step that ran last holds between calls: its arena, its CUDA graph."""
         if self._last_run is not None:
-            self._last_run.release_graph()
+            self._last_run.release_memory()
+
+    def persistent_tensors(self) -> list[torch.Tensor]:
+        """What is held between calls for the next one, apart from what the model holds."""
+        return [] if self._last_run is None else self._last_run.arena.tensors
 
     def _release_others(self, step: Step, needs_gradient: bool) -> None:
-        """Let go of other steps' CUDA graphs, and of their prepared weights: all where gradients or a budget need the
-        memory, else the oldest.
+        """Let go of other steps' arenas and CUDA graphs, and of their prepared weights: all where gradients or a budget
+        need the memory, else the oldest.
         """
         if self._last_run is not step:
-            self.release_graph()
+            self.release_memory()
         self._last_run = step
         others = [item for item in self._prepared if item is not step]
         most = 0 if needs_gradient or step.plan.budget_bytes is not None else MAX_PREPARED - 1

@@ -25,6 +25,7 @@ from undertow.ops.lifetimes import find_lifetimes
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import GUARDS, Mutating
 from undertow.runtime.allocator import keep_memory_mapped
+from undertow.runtime.arena import Arena
 from undertow.runtime.code import Segment, StepCode, compile_program
 from undertow.runtime.graphs import GraphedStep
 from undertow.runtime.preparation import Preparation
@@ -41,7 +42,8 @@ class Step:
         self.plan = plan
         self.program = program = plan.program
         self.pattern = pattern
-        self.code: StepCode = compile_program(program)
+        self.arena = Arena(plan)
+        self.code: StepCode = compile_program(program, self.arena.values)
         self.preparation = None if program.preparation is None else Preparation(program.preparation)
         self.generators = generators_of(program.forward_nodes)
         self.has_guards = any(node.target in GUARDS for node in program.forward_nodes)
@@ -67,8 +69,9 @@ class Step:
         if self.preparation is not None:
             self.preparation.release()
 
-    def release_graph(self) -> None:
-        """Let go of the step's CUDA graph, if it has one, until it has run a few times more."""
+    def release_memory(self) -> None:
+        """Let go of the step's arena until the next run, and of its CUDA graph until it has run a few times more."""
+        self.arena.release()
         if self._graph is not None:
             self._graph.release()
 
@@ -77,7 +80,13 @@ class Step:
         if self._graph is not None and not self.program.cotangents:
             return self._graph.run(inputs), []
         slots: list[Any] = [None] * len(self.code.slots)
-        return self._run_pass(inputs, slots), slots
+        if not self.arena.values:
+            return self._run_pass(inputs, slots), slots
+        memory = self.arena.take()
+        try:
+            return self._run_pass(inputs, [*slots, *memory[1]]), slots
+        finally:
+            self.arena.give_back(memory)
 
     def _run_whole(self, inputs: Sequence[Any]) -> list[Any]:
         return self._run_pass(inputs, [None] * len(self.code.slots))
