@@ -14,28 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from operation_samples import OPS, PRECISIONS, map_tensors, rebuild, samples
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import undertow.ops  # noqa: F401  (registers every family)
-from undertow.ops.registry import Call, Case, Op, Sampler, Vjp, bind_arguments, find_op, registered_ops
-from undertow.ops.schema import schema_of
+from undertow.ops.registry import Call, Case, Op, Vjp, bind_arguments, find_op
 
 aten = torch.ops.aten
 
 EPS = torch.finfo(torch.float64).eps
-# The samples are drawn in float64; what a sample holds in float32 is there for the mixture of precisions.
-PRECISIONS = {
-    "float64": {torch.float64: torch.float64, torch.float32: torch.float32},
-    "float32": {torch.float64: torch.float32, torch.float32: torch.bfloat16},
-    "bfloat16": {torch.float64: torch.bfloat16, torch.float32: torch.float32},
-}
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
-# In-place forms with rules of their own are covered by training steps (tests/cpu/test_exactness_modules.py).
-OPS = [op for op in registered_ops() if not schema_of(op.target).is_inplace]
 WITH_RULES = [op for op in OPS if op.vjps]
 WITHOUT_GRADIENT = [op for op in OPS if not op.vjps]
 FORMULATIONS = [pytest.param(op, vjp, id=f"{op.target}-{vjp.name}") for op in WITH_RULES for vjp in op.vjps]
@@ -43,18 +34,6 @@ FORMULATIONS = [pytest.param(op, vjp, id=f"{op.target}-{vjp.name}") for op in WI
 
 def each(ops: list[Op]) -> list[Any]:
     return [pytest.param(op, id=str(op.target)) for op in ops]
-
-
-def samples(op: Op) -> list[Case]:
-    return op.samples(Sampler(seed=0))
-
-
-def map_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return replace(value)
-    if isinstance(value, tuple | list):
-        return type(value)(map_tensors(item, replace) for item in value)
-    return value
 
 
 def flatten(value: Any) -> list[torch.Tensor | None]:
@@ -65,13 +44,6 @@ def flatten(value: Any) -> list[torch.Tensor | None]:
 
 def is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def rebuild(tensor: torch.Tensor, dtypes: dict[torch.dtype, torch.dtype]) -> torch.Tensor:
-    """A copy with storage of its own, the same strides and offset, overlaps included."""
-    memory = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-    memory = memory.to(dtypes.get(tensor.dtype, tensor.dtype), copy=True)
-    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def move(leaf: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

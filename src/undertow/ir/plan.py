@@ -9,7 +9,6 @@ from enum import Enum
 from undertow.ir.printer import format_bytes, print_program
 from undertow.ir.program import Node, Program, Value
 
-
 ARENA_GAPS = "gaps in the arena"  # among what is held: by how much the arena raises the peak
 
 

@@ -21,7 +21,7 @@ from undertow.ops.reuse import reuse_dead_inputs
 
 NO_COST = Cost(0, 0)
 
-ARENA_GAP_SHARE = 100  # the arena raises the peak by a hundredth at most; packing usually needs less
+ARENA_GAP_SHARE = 32  # the arena raises the peak by one part in so many at most; packing usually needs less
 
 
 def make_plan(

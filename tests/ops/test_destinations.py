@@ -1,0 +1,126 @@
+"""Operations that are told where to write: the same bits there, and no memory for the outputs taken beside."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from operation_samples import OPS, PRECISIONS, map_tensors, rebuild, samples
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from undertow.ops.destinations import Destination, destination_of
+from undertow.ops.own import Mutating, function_of
+from undertow.ops.schema import flatten_outputs, inplace_of
+
+EMPTY = torch.ops.aten.empty_like.default  # promises nothing of what it makes
+
+
+def destinations() -> list[Any]:
+    """Every operation of the registry that can be told, and the functional form of its in-place one."""
+    found = {}
+    for op in OPS:
+        in_place = inplace_of(op.target)
+        for target in (op.target, *([] if in_place is None else [Mutating(in_place)])):
+            destination = destination_of(target)
+            if destination is not None and target is not EMPTY:
+                found[str(target)] = pytest.param(op, target, destination, id=str(target))
+    return list(found.values())
+
+
+def call_into(destination: Destination, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> Any:
+    names = destination.names
+    given = {"out": tuple(outputs)} if names is None else dict(zip(names, outputs, strict=True))
+    return destination.call(*args, **kwargs, **given)
+
+
+def run_both(target: Any, destination: Destination, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The outputs as the operation makes them, and as it writes them over what stood elsewhere."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        expected = flatten_outputs(function_of(target)(*args, **kwargs))
+        outputs = [torch.empty_strided(item.shape, item.stride(), dtype=item.dtype) for item in expected]
+        for item in outputs:
+            item.view(torch.uint8).fill_(0x77) if item.dim() and item.is_contiguous() else item.fill_(1)
+        torch.manual_seed(0)
+        call_into(destination, args, kwargs, outputs)
+    return expected, outputs
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("op", "target", "destination"), destinations())
+def test_the_same_bits(op, target, destination, precision):
+    dtypes = PRECISIONS[precision]
+    num_run = 0
+    for case in samples(op):
+        args = map_tensors(case.args, lambda tensor: rebuild(tensor, dtypes))
+        kwargs = {name: map_tensors(item, lambda tensor: rebuild(tensor, dtypes)) for name, item in case.kwargs.items()}
+        kwargs = {
+            name: dtypes.get(item, item) if isinstance(item, torch.dtype) else item for name, item in kwargs.items()
+        }
+        try:
+            function_of(target)(*copy.deepcopy(args), **kwargs)
+        except (RuntimeError, NotImplementedError):
+            continue  # no kernel for this precision
+        expected, found = run_both(target, destination, args, kwargs)
+        num_run += 1
+        for left, right in zip(expected, found, strict=True):
+            assert left.dtype == right.dtype and left.shape == right.shape
+            assert bits(left) == bits(right)
+    if not num_run:
+        pytest.skip("no kernel for this precision")
+
+
+class CompareAll(TorchDispatchMode):
+    """Runs what can be told where to write a second time, so told, and compares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compared: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        destination = destination_of(func)
+        expected = [] if destination is None else flatten_outputs(result)
+        is_open = torch.Tag.nondeterministic_seeded in func.tags or func is EMPTY
+        if expected and not is_open and all(item is not None and not item.is_complex() for item in expected):
+            outputs = [torch.full_like(item, 1) for item in expected]
+            try:
+                call_into(destination, args, kwargs or {}, outputs)
+            except RuntimeError as error:
+                raise AssertionError(f"{func} cannot be told where to write") from error
+            assert list(map(bits, outputs)) == list(map(bits, expected)), func
+            self.compared.add(func._schema.name.removeprefix("aten::"))
+        return result
+
+
+def test_what_autograd_calls():
+    mode = CompareAll()
+    for op in (op for op in OPS if op.vjps):
+        for case in samples(op):
+            leaves: list[torch.Tensor] = []
+
+            def as_leaf(tensor: torch.Tensor, leaves: list[torch.Tensor] = leaves) -> torch.Tensor:
+                tensor = rebuild(tensor.detach(), PRECISIONS["float32"])
+                if tensor.is_floating_point():
+                    leaves.append(tensor.requires_grad_())
+                return tensor
+
+            args = map_tensors(case.args, as_leaf)
+            try:
+                outputs = [item for item in flatten_outputs(op.target(*args, **case.kwargs)) if item is not None]
+            except RuntimeError:
+                continue  # no kernel for this precision
+            carriers = [item for item in outputs if item.requires_grad and item.is_floating_point()]
+            if carriers and leaves:
+                # Of a few operations autograd itself knows no derivative.
+                with mode, suppress(RuntimeError):
+                    torch.autograd.grad(carriers, leaves, list(map(torch.ones_like, carriers)), allow_unused=True)
+    wanted = {"threshold_backward", "gelu_backward", "_softmax_backward_data", "max_pool2d_with_indices_backward"}
+    assert wanted <= mode.compared and len(mode.compared) > 40, mode.compared
