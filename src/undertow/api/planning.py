@@ -108,7 +108,8 @@ class RunnerMaker:
         holding = partial(derive_step, True)
         if self.terms.budget_bytes is None:
             derived, held = holding(self.terms)
-            return make_plan(derived, held=held, notes=notes_of(derived), explainer=explain)
+            notes = notes_of(derived)
+            return make_plan(derived, held=held, table=self.terms.table, notes=notes, explainer=explain)
         try:
             return plan_for_budget(holding, self.terms)[0]
         except InfeasibleBudget:

@@ -231,7 +231,8 @@ class TrainStep:
     def _plan(self, program: Program, pattern: Any) -> Plan:
         if self._terms.budget_bytes is None:
             program, held = self._derive(program, self._terms)
-            plan = make_plan(program, held=held, notes=(*notes_of(program), *self._notes()), explainer=explain)
+            notes = (*notes_of(program), *self._notes())
+            plan = make_plan(program, held=held, table=self._terms.table, notes=notes, explainer=explain)
             return with_graph_memory(plan) if is_for_graph(plan) else plan
         plan, _ = plan_for_budget(partial(self._derive, program), self._terms)
         return replace(plan, notes=(*plan.notes, *self._notes()))

@@ -214,6 +214,8 @@ def _is_placeable(value: Value) -> bool:
 
 def assumed_workspace(node: Node) -> int:
     """What a kernel takes for itself, where nobody has measured it: oneDNN copies what it reads and what it makes."""
-    if destination_of(node.target) is not None or shared_argument(node.target, node.inputs) is not None:
+    if isinstance(node.target, UpdateParameter) or shared_argument(node.target, node.inputs) is not None:
+        return 0
+    if isinstance(node.target, OpOverload | Mutating) and destination_of(node.target) is not None:
         return 0
     return sum(value.type.num_bytes for value in (*node.inputs, *node.kept_outputs))

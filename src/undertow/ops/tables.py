@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from undertow.ir import Plan, Program, Tables, Value
-from undertow.ir.cost import Cost
+from undertow.ir.cost import Cost, signature
 from undertow.ir.plan import ARENA_GAPS
 from undertow.ir.program import Node
 from undertow.ops.destinations import assumed_workspace, find_movable
@@ -31,6 +31,7 @@ def make_plan(
     bases: Sequence[int] | None = None,
     repeats: Mapping[Value, Value] | None = None,
     cost_of: Callable[[Node], Cost] | None = None,
+    table: Mapping[str, Cost] | None = None,
     held: Mapping[str, int] | None = None,
     budget_bytes: int | None = None,
     **about: Any,
@@ -38,9 +39,20 @@ def make_plan(
     """The Plan of a Program as it stands; dead inputs are written over where that changes no bit.
 
     `held` are the bytes that are there throughout, the Program's inputs among them (the default counts just those). Up
-    to the budget the arena may have gaps, without one where nothing was measured either.
+    to the budget the arena may have gaps, without one where costs are not asked for either: its place is then found
+    with the workspace that `table` has of some operations, and a guess of the others'.
     """
     costs = [cost_of(node) if cost_of is not None else NO_COST for node in program.nodes]
+    workspaces = [[cost.workspace_bytes for cost in costs]]
+    if cost_of is None:  # the arena has to fit whether kernels take memory for themselves or not
+        known = table or {}
+        guessed = (known.get(signature(node)) for node in program.nodes)
+        workspaces.append(
+            [
+                assumed_workspace(node) if cost is None else cost.workspace_bytes
+                for node, cost in zip(program.nodes, guessed, strict=True)
+            ]
+        )
     program, base = reuse_dead_inputs(program), base or program
     lifetimes = find_lifetimes(program)
     tables = _make_tables(program, lifetimes, costs)
@@ -52,7 +64,7 @@ def make_plan(
     allowed_bytes = 0 if budget_bytes is None and cost_of is not None else peak_bytes // ARENA_GAP_SHARE
     if budget_bytes is not None:
         allowed_bytes = max(min(allowed_bytes, budget_bytes - peak_bytes), 0)
-    offsets, gap_bytes = _place(program, lifetimes, tables, allowed_bytes, has_costs=cost_of is not None)
+    offsets, gap_bytes = _place(program, lifetimes, tables, workspaces, allowed_bytes)
     if gap_bytes:
         held[ARENA_GAPS] = gap_bytes
     return Plan(
@@ -87,7 +99,11 @@ def _make_tables(program: Program, lifetimes: Lifetimes, costs: Sequence[Cost]) 
 
 
 def _place(
-    program: Program, lifetimes: Lifetimes, tables: Tables, allowed_bytes: int, has_costs: bool
+    program: Program,
+    lifetimes: Lifetimes,
+    tables: Tables,
+    workspaces: Sequence[Sequence[int]],
+    allowed_bytes: int,
 ) -> tuple[tuple[int | None, ...], int]:
     """Where storages lie in the arena, and by how much that raises the peak."""
     movable = find_movable(program, lifetimes)
@@ -97,9 +113,6 @@ def _place(
         None if root in inputs else (min(lifetimes.born[root], last), min(lifetimes.last_use[root], last))
         for root in lifetimes.born
     ]
-    workspaces = [tables.workspace_bytes]
-    if not has_costs:  # nothing was measured: the arena has to fit whether kernels take memory for themselves or not
-        workspaces.append(tuple(assumed_workspace(node) for node in program.nodes))
     sizes = tables.storage_bytes
     return place(sizes, stretches, [root in movable for root in lifetimes.born], workspaces, allowed_bytes)
 

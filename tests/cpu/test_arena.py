@@ -1,0 +1,260 @@
+"""One arena: values lie at the bytes that the plan gives them, and nobody outside of the step notices."""
+
+import copy
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from exactness import same_bits
+from families import FAMILIES
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import undertow as ut
+from undertow.ir import Plan
+from undertow.models import SMALL
+from undertow.runtime.arena import Arena
+
+
+@pytest.fixture
+def small_values_in_the_arena(monkeypatch):
+    """Steps of tests are small: what they hold would stay with the allocator otherwise."""
+    monkeypatch.setattr("undertow.ops.destinations.FEWEST_BYTES", 1)
+
+
+def share_in_arena(plan: Plan) -> float:
+    """Of the bytes that the step makes."""
+    tables = plan.tables
+    inputs = {tables.storage[item.value] for item in plan.program.inputs}
+    made = [index for index in range(len(tables.storage_bytes)) if index not in inputs]
+    placed = [index for index in made if tables.offsets[index] is not None]
+    return sum(tables.storage_bytes[index] for index in placed) / sum(tables.storage_bytes[index] for index in made)
+
+
+def train(model, kwargs, targets, loss, args, make_step):
+    """Three steps with Adam: losses, parameters, buffers, generator state."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step = make_step(model, optimizer)
+    torch.manual_seed(5)
+    losses = [step(*args, *targets, **kwargs).detach().clone() for _ in range(3)]
+    return [*losses, *model.parameters(), *model.buffers(), torch.get_rng_state()], step
+
+
+def compare(model, args, kwargs, targets, loss):
+    twin = copy.deepcopy(model)
+
+    def eager(model, optimizer):
+        def step(*values, **kwargs):
+            optimizer.zero_grad()
+            outputs = model(*values[: len(args)], **kwargs)
+            found = outputs.loss if loss is None else loss(outputs, *values[len(args) :])
+            found.backward()
+            optimizer.step()
+            return found
+
+        return step
+
+    def planned(model, optimizer):
+        return ut.train_step(model, args, kwargs, targets=targets, loss=loss, optimizer=optimizer)
+
+    expected, _ = train(model, kwargs, targets, loss, args, eager)
+    found, step = train(twin, kwargs, targets, loss, args, planned)
+    assert all(map(same_bits, expected, found))
+    return step
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_zoo_trains_as_eager_does(name, small_values_in_the_arena):
+    zoo = SMALL[name]
+    step = compare(zoo.build(), zoo.example_inputs(3), {}, zoo.example_targets(3), zoo.loss)
+    assert share_in_arena(step.plan) > (0 if name == "lstm" else 0.1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_train_as_eager_does(name, small_values_in_the_arena):
+    build, kwargs = FAMILIES[name]
+    step = compare(build().train(), (), kwargs, (), None)
+    assert share_in_arena(step.plan) > (0 if name == "resnet" else 0.4)
+
+
+def make_mlp():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    return model, torch.randn(128, 256), torch.randint(10, (128,))
+
+
+def test_nothing_large_is_allocated():
+    model, x, y = make_mlp()
+    step = ut.train_step(
+        model, (x,), targets=(y,), loss=cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    for _ in range(2):
+        step(x, y)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(x, y)
+    sizes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert max(sizes) < 1 << 16
+    assert step.plan.tables.arena_bytes > 4 << 20
+
+
+def test_the_arena_is_held_and_given_back():
+    model, x, y = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, optimizer=optimizer)
+    step(x, y)
+    held = [tensor.nbytes for tensor in step.persistent_tensors()]
+    assert step.plan.tables.arena_bytes in held
+    assert ut.measure(step, x, y).peak_bytes == step.plan.peak_bytes
+    step(x[:64], y[:64])  # another shape has an arena of its own, and the first is gone
+    assert [tensor.nbytes for tensor in step._runner.persistent_tensors()] == [step.plan.tables.arena_bytes]
+    assert step.plan.tables.arena_bytes not in held
+    step.release()
+    assert not step._runner.persistent_tensors()
+    step(x, y)
+
+
+def test_outputs_and_gradients_are_the_users_own(small_values_in_the_arena):
+    model, x, y = make_mlp()
+    evaluated = ut.plan(model.eval(), (x,))
+    with torch.no_grad():
+        first = evaluated(x)
+        before = first.clone()
+        assert evaluated.plan.tables.arena_bytes
+        evaluated(x + 1)
+    assert torch.equal(first, before)
+
+    step = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy)
+    step(x, y)
+    gradients = [item.grad for item in model.parameters()]
+    copies = [item.clone() for item in gradients]
+    model.zero_grad(set_to_none=True)
+    step(x + 1, y)
+    assert all(map(torch.equal, gradients, copies))
+    assert step.plan.tables.arena_bytes
+
+
+KEPT = []
+
+
+class Keeping(torch.autograd.Function):
+    """Holds on to what it is given, as nothing forbids."""
+
+    @staticmethod
+    def forward(ctx, x):
+        KEPT.append(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, ct):
+        KEPT.append(ct)
+        return 2 * ct
+
+
+def test_what_a_custom_function_keeps_stays(small_values_in_the_arena):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 10)
+
+        def forward(self, x):
+            return self.last(Keeping.apply(self.first(x).tanh()).tanh())
+
+    torch.manual_seed(0)
+    model, x, y = Model(), torch.randn(16, 32), torch.randint(10, (16,))
+    step = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy)
+    assert step.plan.tables.arena_bytes
+    KEPT.clear()
+    step(x, y)
+    kept = [item.detach() for item in KEPT]
+    before = [item.clone() for item in kept]
+    model.zero_grad(set_to_none=True)
+    step(-x, y)
+    assert len(kept) == 2 and all(map(torch.equal, kept, before))
+
+
+def test_threads_do_not_share_it(small_values_in_the_arena):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 8)).eval()
+    inputs = [torch.randn(32, 64) for _ in range(4)]
+    with torch.no_grad():
+        planned = ut.plan(model, (inputs[0],))
+        expected = [model(x) for x in inputs]
+        planned(inputs[0])
+        wrong = []
+
+        def work(x, y):
+            with torch.no_grad():
+                wrong.extend(number for number in range(50) if not torch.equal(planned(x), y))
+
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(inputs, expected, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert len(planned.undertow_runner.persistent_tensors()) == 1
+
+
+def test_a_second_run_meanwhile_gets_its_own():
+    model, x, y = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, optimizer=optimizer)
+    arena = Arena(step.plan)
+    first, second = arena.take(), arena.take()
+    assert first[0].data_ptr() != second[0].data_ptr()
+    for memory in (first, second):
+        arena.give_back(memory)
+    assert arena.tensors == [second[0]]
+    places = [tensor.data_ptr() - second[0].data_ptr() for tensor in second[1]]
+    assert places == [step.plan.tables.offsets[step.plan.tables.storage[value]] for value in arena.values]
+    sizes = [tensor.untyped_storage().nbytes() for tensor in second[1]]
+    assert sizes == [value.type.num_bytes for value in arena.values]
+
+
+def test_made_in_inference_mode_used_outside(small_values_in_the_arena):
+    model, x, _ = make_mlp()
+    planned = ut.plan(model.eval(), (x,))
+    with torch.inference_mode():
+        planned(x)
+    with torch.no_grad():
+        assert torch.equal(planned(x), model(x))
+
+
+COUNT_FAULTS = """
+import resource, sys, torch, undertow as ut
+from torch import nn
+from torch.nn.functional import cross_entropy
+torch.manual_seed(0)
+model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.GELU())), nn.Linear(1024, 10))
+x, y = torch.randn(2048, 1024), torch.randint(10, (2048,))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def eager(x, y):
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+step = eager
+if sys.argv[1] == "planned":
+    step = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, optimizer=optimizer)
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step(x, y)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(sorted(faults() for _ in range(7))[3])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page faults are counted as Linux does")
+@pytest.mark.parametrize("malloc", ["on", "off"])
+def test_hardly_a_page_fault(malloc, monkeypatch):
+    """Under 1 % of eager's, also where the allocator gives back what it is given: the arena is not given back."""
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("UNDERTOW_MALLOC", malloc)
+    counts = {}
+    for which in ("eager", "planned"):
+        command = [sys.executable, "-c", COUNT_FAULTS, which]
+        counts[which] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert counts["eager"] > 1_000
+    assert counts["planned"] < counts["eager"] / 100
