@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -131,6 +132,8 @@ class Plan:
             where = " ".join(part for part in (self.peak_node.name, str(self.peak_node.origin)) if part)
             note = "" if self.has_measured_costs else " (kernels' workspace not counted)"
             lines.append(f"peak: {format_bytes(self.peak_bytes)} at {where}{note}")
+        if self.tables.arena_bytes:
+            lines.append(self._describe_arena())
         if self.budget_bytes is not None:
             lines.append(
                 f"budget: {format_bytes(self.budget_bytes)}; {len(self.recomputed)} operations run again; "
@@ -141,6 +144,25 @@ class Plan:
             lines.append(f"derivative taken through autograd at run time: {', '.join(names)}")
         lines += self.notes
         return "\n".join(lines)
+
+    def _describe_arena(self) -> str:
+        """How much of what operations make lies in the arena, and which operations make what does not."""
+        tables, placed_bytes, outside = self.tables, 0, Counter[str]()
+        seen = {tables.storage[item.value] for item in self.program.inputs}
+        for node in self.nodes:
+            for storage in {tables.storage[value]: None for value in node.kept_outputs}:
+                if storage not in seen and tables.offsets[storage] is None:
+                    outside[node.name] += tables.storage_bytes[storage]
+                elif storage not in seen:
+                    placed_bytes += tables.storage_bytes[storage]
+                seen.add(storage)
+        share = placed_bytes / (placed_bytes + outside.total())
+        most = [f"{name} {format_bytes(size)}" for name, size in outside.most_common(5) if size]
+        names = ", ".join(most) if len(outside) <= 5 else f"{', '.join(most)}, and {len(outside) - 5} more"
+        return (
+            f"arena: {format_bytes(tables.arena_bytes)}, made once, for {share:.0%} of the bytes that operations make"
+            f"{f'; allocated each time: {names}' if most else ''}"
+        )
 
 
 def _family(node: Node) -> str:
