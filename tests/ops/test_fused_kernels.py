@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from undertow.kernels import draws
 from undertow.kernels.batch_norm import batch_norm_backward, batch_norm_evaluate, batch_norm_forward, rows_of
 from undertow.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from undertow.kernels.draws import draw_bernoulli, has_pytorch_bits
@@ -426,7 +427,8 @@ def draw_both(make, p, own, others):
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1 - 2**-53, 1.0])
-def test_draws_are_pytorchs(p):
+def test_draws_are_pytorchs(p, monkeypatch):
+    monkeypatch.setattr(draws, "MIN_ELEMENTS", 1)
     own, others = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     for size in (0, 1, 2, 311, 312, 313, 5000):
         draw_both(lambda size=size: torch.empty(size), p, own, others)
@@ -439,9 +441,9 @@ def test_draws_are_pytorchs(p):
 
 def test_draws_from_the_usual_generator_and_bad_probabilities():
     state = torch.get_rng_state()
-    expected = torch.empty(1000).bernoulli_(0.3)
+    expected = [torch.empty(size).bernoulli_(0.3) for size in (1000, 2000)]
     torch.set_rng_state(state)
-    assert torch.equal(draw_bernoulli(torch.empty(1000), 0.3), expected)
+    assert all(torch.equal(draw_bernoulli(torch.empty(item.shape), 0.3), item) for item in expected)
     for p in (-0.1, 1.1, float("nan")):
         with pytest.raises(RuntimeError, match="bernoulli_ expects p to be in"):
             draw_bernoulli(torch.empty(3), p)
