@@ -2,23 +2,29 @@
 
 In: the model, at every call. Out: a key, equal for calls that may share a capture: submodules, Python attributes,
 hooks, the types of tensors, grad mode, autocast and PyTorch's own settings. Most calls find everything as the last one
-did, so attributes are compared by identity first and their keys are built anew only for modules where one was replaced;
-containers and settings objects, which can change in place, are looked into every time.
+did, so all that modules hold, and what is in their containers and settings objects, is compared by identity in one go;
+keys are built anew only where something was replaced.
 """
 
 from __future__ import annotations
 
-from operator import is_
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from operator import call, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
 
 from undertow.ir.structure import ATOMS, Same, structure_key
-from undertow.ops.modes import autocast_state
 
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
+_CONTAINERS = frozenset((tuple, list, set, dict))
 _MAX_CONTAINER = 64  # longer ones are taken as they were
 _ATOMS = frozenset(ATOMS)
+_GROUPS = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+
+_Read = tuple[Callable[[Any], Iterable[Any]], Any]
+_values = methodcaller("values")
 
 
 def _is_fixed(item: Any) -> bool:
@@ -42,81 +48,146 @@ class _Frozen:
         return self is other or (isinstance(other, _Frozen) and self.value == other.value)
 
 
-class _Watched:
-    """The attributes of one module as they were last seen."""
+class _Contents:
+    """What is in some objects, by identity, as it was last seen.
 
-    __slots__ = ("atoms", "attributes", "others", "values")
+    `reads` pairs each object with the function that lists its parts; `sized` are those whose length has to stay.
+    """
+
+    __slots__ = ("_functions", "_lengths", "_objects", "_parts", "_sized")
+
+    def __init__(self, reads: Sequence[_Read], sized: Sequence[Any]) -> None:
+        self._functions = [function for function, _ in reads]
+        self._objects = [item for _, item in reads]
+        self._parts = list(chain.from_iterable(map(call, self._functions, self._objects)))
+        self._sized = sized
+        self._lengths = list(map(len, sized))
+
+    def are_same(self) -> bool:
+        """Whether each has the very same parts."""
+        if list(map(len, self._sized)) != self._lengths:
+            return False
+        try:
+            return all(map(is_, chain.from_iterable(map(call, self._functions, self._objects)), self._parts))
+        except KeyError:  # an attribute was deleted
+            return False
+
+
+class _Watched:
+    """The attributes, submodules and hooks of one module as they were last seen."""
+
+    __slots__ = ("atoms", "attributes", "contents", "others", "reads", "sized")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.attributes = module.__dict__
-        self.values = tuple(self.attributes.values())
         shown = [(name, item) for name, item in self.attributes.items() if name not in _INTERNAL]
         self.atoms = tuple((name, item if _is_fixed(item) else None) for name, item in shown)
         self.others = [name for name, item in shown if not _is_fixed(item)]
-
-    def is_same(self) -> bool:
-        """Whether every attribute is still the same object."""
-        return len(self.attributes) == len(self.values) and all(map(is_, self.attributes.values(), self.values))
+        # By name: a module has a dozen dicts besides, and each object that is touched costs a line of the cache.
+        read_attributes = itemgetter(*(name for name, _ in shown), *_GROUPS)
+        groups = [self.attributes[name] for name in _GROUPS]
+        self.reads: list[_Read] = [(read_attributes, self.attributes)]
+        self.reads += [(_values, group) for group in (module._modules, *_hook_groups(module)) if group]
+        self.sized = [self.attributes, *groups]
+        self.contents = _Contents(self.reads, self.sized)
 
 
 class ModelState:
-    """Watches one model. `assigned` are attributes that forward itself assigns, by the id of their owner's dict."""
+    """Watches one model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self.assigned: set[tuple[int, str]] = set()
+        self._assigned: set[tuple[int, str]] = set()
+        self._atoms = _Frozen(())
         self._tensors = _Frozen(())
         self._find_modules()
+
+    def mark_assigned(self, attributes: Iterable[tuple[int, str]]) -> None:
+        """Take attributes that forward itself assigns by their structure; each is named by the id of its dict too."""
+        self._assigned.update(attributes)
+        self._watch(self._watched)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters of the modules that the last key was made for."""
+        return (item for item in chain.from_iterable(self._parameter_views) if item is not None)
+
+    def key(self) -> Any:
+        """Equal for calls that may share a capture, hashable."""
+        if not self._contents.are_same():
+            self._look_again()
+        tensors = tuple([_type_of(item) for item in chain.from_iterable(self._tensor_views)])
+        if tensors != self._tensors.value:
+            self._tensors = _Frozen(tensors)
+        opened = tuple([_open_key(attributes[name]) for attributes, name in self._opened])
+        return self._lasting, self._tensors, opened, _settings()
+
+    def _look_again(self) -> None:
+        if self._list_children() != self._children.value:  # a submodule was replaced
+            self._find_modules()
+            return
+        pairs = zip(self._watched, self.modules.values(), strict=True)
+        self._watch([item if item.contents.are_same() else _Watched(module) for item, module in pairs])
 
     def _find_modules(self) -> None:
         self.modules = dict(self._model.named_modules())
         self._children = _Frozen(self._list_children())
         self._watch([_Watched(module) for module in self.modules.values()])
 
-    def _watch(self, watched: list[_Watched]) -> None:
-        self._watched = watched
-        self._atoms = _Frozen(tuple(item.atoms for item in watched))
-        # Parameters that are replaced are found anew in these at every call; the dicts themselves hardly ever change.
-        self.modules = dict(self.modules)
-        modules = self.modules.values()
-        self._tensor_groups = [group for module in modules for group in (module._parameters, module._buffers)]
-        self._hook_groups = [
-            group for module in modules for group in (module._forward_pre_hooks, module._forward_hooks)
-        ]
-
     def _list_children(self) -> Any:
         return tuple(tuple(module._modules.values()) for module in self.modules.values())
 
-    def key(self) -> Any:
-        """Equal for calls that may share a capture, hashable."""
-        if self._list_children() != self._children.value:  # a submodule was replaced
-            self._find_modules()
-        changed = [not item.is_same() for item in self._watched]
-        if any(changed):
-            pairs = zip(self._watched, self.modules.values(), changed, strict=True)
-            self._watch([_Watched(module) if is_changed else item for item, module, is_changed in pairs])
-        seen: set[int] = set()
-        others = tuple(
-            _attribute_key(item.attributes[name], (id(item.attributes), name) in self.assigned, seen)
-            for item in self._watched
-            for name in item.others
-        )
-        tensors = tuple(
-            None if tensor is None else (tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)
-            for group in self._tensor_groups
-            for tensor in group.values()
-        )
-        if tensors != self._tensors.value:
-            self._tensors = _Frozen(tensors)
-        hooks = tuple((place, *group.values()) for place, group in enumerate(self._hook_groups) if group)
-        return (self._children, self._atoms, others, self._tensors, hooks, *_settings())
+    def _watch(self, watched: list[_Watched]) -> None:
+        self._watched = watched
+        # Parameters that are replaced are found anew in these at every call; the dicts themselves hardly ever change.
+        self.modules = dict(self.modules)
+        modules = self.modules.values()
+        self._parameter_views = [module._parameters.values() for module in modules if module._parameters]
+        self._tensor_views = [
+            *self._parameter_views,
+            *(module._buffers.values() for module in modules if module._buffers),
+        ]
+        atoms = tuple(item.atoms for item in watched)
+        if atoms != self._atoms.value:
+            self._atoms = _Frozen(atoms)
+        hook_groups = [group for module in modules for group in _hook_groups(module)]
+        hooks = tuple((place, *group.values()) for place, group in enumerate(hook_groups) if group)
+        self._lasting = _Frozen((self._children, self._atoms, self._look_into_others(), hooks))
+
+    def _look_into_others(self) -> tuple[Any, ...]:
+        """The keys of attributes that are no atoms, None for those that are opened at every call."""
+        self._opened: list[tuple[dict[str, Any], str]] = []
+        keys: list[Any] = []
+        found: dict[int, Any] = {}
+        for watched in self._watched:
+            for name in watched.others:
+                item = watched.attributes[name]
+                if isinstance(item, torch.Tensor) or (id(watched.attributes), name) in self._assigned:
+                    self._opened.append((watched.attributes, name))
+                    keys.append(None)
+                else:
+                    keys.append(_attribute_key(item, is_known=id(item) in found))
+                    found[id(item)] = item
+        reads = [read for item in self._watched for read in item.reads]
+        reads += [(read, item) for item in found.values() if (read := _reader_of(item)) is not None]
+        sized = [group for item in self._watched for group in item.sized]
+        sized += [item for item in found.values() if _is_short(item)]
+        sized += [vars(item) for item in found.values() if _has_settings(item)]
+        self._contents = _Contents(reads, sized)
+        return tuple(keys)
+
+
+def _hook_groups(module: torch.nn.Module) -> tuple[Any, Any]:
+    return module._forward_pre_hooks, module._forward_hooks
 
 
 def _settings() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        autocast_state(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
         torch.backends.cuda.flash_sdp_enabled(),
@@ -125,18 +196,44 @@ def _settings() -> tuple[Any, ...]:
     )
 
 
-def _attribute_key(item: Any, is_assigned: bool, seen: set[int]) -> Any:
-    """Tensors by type, containers and settings by what they hold, others by identity. `seen` are objects done with."""
-    if isinstance(item, torch.Tensor):
-        return item.requires_grad, item.dtype, item.shape, item.device
-    if is_assigned:
-        return structure_key(item)
-    if type(item) in (tuple, list, set) and len(item) <= _MAX_CONTAINER:
+def _is_short(item: Any) -> bool:
+    """Whether it is a container and what it holds is part of the key."""
+    return type(item) in _CONTAINERS and len(item) <= _MAX_CONTAINER
+
+
+def _has_settings(item: Any) -> bool:
+    """Whether it is an object and its attributes are part of the key."""
+    return type(item) not in _CONTAINERS and hasattr(item, "__dict__") and not callable(item)
+
+
+def _reader_of(item: Any) -> Callable[[Any], Iterable[Any]] | None:
+    """What lists the parts of an attribute on which its key depends, if any."""
+    if _is_short(item):
+        return _names_and_values if type(item) is dict else iter
+    if type(item) in _CONTAINERS:
+        return lambda item: (_is_short(item),)
+    return (lambda item: _names_and_values(vars(item))) if _has_settings(item) else None
+
+
+def _names_and_values(names: dict[Any, Any]) -> Iterable[Any]:
+    return names, *names, *names.values()
+
+
+def _type_of(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else (tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)
+
+
+def _open_key(item: Any) -> Any:
+    """Tensors by type, other attributes that forward assigns by their structure."""
+    return _type_of(item) if isinstance(item, torch.Tensor) else structure_key(item)
+
+
+def _attribute_key(item: Any, is_known: bool) -> Any:
+    """Containers and settings by what they hold, others by identity; those settings that are known not once more."""
+    if _is_short(item):
+        if type(item) is dict:
+            return tuple((name, part if type(part) in _ATOMS else Same(part)) for name, part in item.items())
         return tuple(part if type(part) in _ATOMS else Same(part) for part in item)
-    if type(item) is dict and len(item) <= _MAX_CONTAINER:
-        return tuple((name, part if type(part) in _ATOMS else Same(part)) for name, part in item.items())
-    if id(item) in seen or callable(item) or not hasattr(item, "__dict__"):
+    if is_known or not _has_settings(item):
         return Same(item)
-    seen.add(id(item))
-    settings = tuple((name, part) for name, part in vars(item).items() if type(part) in _ATOMS)
-    return Same(item), settings
+    return Same(item), tuple((name, part) for name, part in vars(item).items() if type(part) in _ATOMS)

@@ -126,6 +126,7 @@ class Runner:
         self._place_of = place_of
         self._expect = expect  # the gradients that a capture will be asked for first
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
+        self._last_lookup: tuple[Any, list[Variant]] = (), []  # comparing with it is cheaper than hashing
         self._last: Variant | None = None
         self._prepared: list[Step] = []  # those that hold prepared weights, the last used behind
         self._last_run: Step | None = None  # the only one that may hold an arena or a CUDA graph
@@ -140,9 +141,7 @@ class Runner:
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The model's parameters as the last call found them; asking the model itself takes longer."""
-        return (
-            item for module in self._state.modules.values() for item in module._parameters.values() if item is not None
-        )
+        return self._state.parameters()
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture and plan the step for such a call; runs nothing."""
@@ -204,10 +203,13 @@ class Runner:
 
     def _lookup(self, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> list[Variant]:
         key = (structure_key(args), structure_key(kwargs), _sharing(tensors), self._state.key())
-        variants = self._variants.setdefault(key, [])
-        self._variants.move_to_end(key)
-        if len(self._variants) > MAX_CAPTURES:
-            self._variants.popitem(last=False)
+        known, variants = self._last_lookup
+        if key != known:
+            variants = self._variants.setdefault(key, [])
+            self._variants.move_to_end(key)
+            if len(self._variants) > MAX_CAPTURES:
+                self._variants.popitem(last=False)
+            self._last_lookup = key, variants
         return variants
 
     def _add(self, variants: list[Variant], args: Any, kwargs: Any) -> Variant:
@@ -233,7 +235,8 @@ class Runner:
                 f"at every step: give it a momentum"
             )
         self._refuse_ever_new_states(captured)
-        self._state.assigned.update((id(item.owner), item.name) for item in captured.assignments)
+        if captured.assignments:
+            self._state.mark_assigned((id(item.owner), item.name) for item in captured.assignments)
         variants.append(Variant(captured, self._make_plan, self._expect(captured)))
         return variants[-1]
 
