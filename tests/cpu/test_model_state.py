@@ -109,7 +109,7 @@ def test_a_change_taken_back_gives_the_same_key():
     model = Model()
     state = ModelState(model)
     before = state.key()
-    first, weight = model.first, model.first.weight
+    weight = model.first.weight
     for change, back in (
         (lambda: model.eval(), lambda: model.train()),
         (lambda: setattr(model, "factor", 3.0), lambda: setattr(model, "factor", 2.0)),

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 
-@contextmanager
-def below_autograd() -> Iterator[None]:
+class below_autograd:
     """Run what is inside without autograd and without autocast: a Program holds its casts explicitly."""
-    with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast():
-        yield
+
+    __slots__ = ("_autocast", "_autograd")
+
+    def __enter__(self) -> None:
+        self._autograd = torch._C._AutoDispatchBelowADInplaceOrView()
+        self._autocast = torch._C._DisableAutocast()
+        self._autograd.__enter__()
+        self._autocast.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._autocast.__exit__(*error)
+        self._autograd.__exit__(*error)
 
 
 AutocastState = tuple[tuple[str, bool, torch.dtype], ...]

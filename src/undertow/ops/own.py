@@ -155,15 +155,17 @@ class Mutating:
     returns_tuple = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        places = _places_of_mutated(self.target)
-        if kwargs or places is None or len(args) <= max(places):
+        places, returns_fresh_tuple, function = _way_to_call(self.target)
+        if kwargs or not places or len(args) <= max(places):
             bound = bind_arguments(self.target, args, kwargs)
             copies = _copy_items(bound, schema_of(self.target).mutated)
             result = call_bound(self.target, bound)
         else:  # the common case, without the cost of naming every argument
             given = list(args)
             copies = _copy_items(given, places)
-            result = function_of(self.target)(*given)
+            result = function(*given)
+            if returns_fresh_tuple:
+                return (*result, *copies)
         outputs = flatten_outputs(result) if result is not None else []
         fresh = [output for output in outputs if not any(output is copy for copy in copies)]
         return (*fresh, *copies)
@@ -173,11 +175,21 @@ class Mutating:
 
 
 @cache
-def _places_of_mutated(target: OpOverload) -> tuple[int, ...] | None:
-    """The positions of the mutated arguments; None where one is given by name only."""
+def _way_to_call(target: OpOverload) -> tuple[tuple[int, ...], bool, Callable[..., Any]]:
+    """The positions of the mutated arguments, none where one is given by name only; whether several tensors come back,
+    all of them new; and what to call.
+    """
     arguments = {item.name: (place, item) for place, item in enumerate(target._schema.arguments)}
     mutated = [arguments[name] for name in schema_of(target).mutated]
-    return None if any(item.kwarg_only for _, item in mutated) else tuple(place for place, _ in mutated)
+    has_places = not any(item.kwarg_only for _, item in mutated)
+    returns = target._schema.returns
+    is_fresh = all(isinstance(item.type, torch._C.TensorType) and item.alias_info is None for item in returns)
+    function = function_of(target)
+    return (
+        tuple(place for place, _ in mutated) if has_places else (),
+        is_fresh and len(returns) > 1,
+        function._op if function is target else function,
+    )
 
 
 def _copy_items(container: Any, keys: Iterable[Any]) -> list[torch.Tensor]:

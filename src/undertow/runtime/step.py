@@ -93,19 +93,22 @@ class Step:
 
     def _run_pass(self, inputs: Sequence[Any], slots: list[Any]) -> list[Any]:
         with below_autograd():
-            results = list(self.code.forward(inputs, slots))
-        num_outputs = len(self.program.outputs)
-        with torch.no_grad():
-            for places in self._update_groups:
-                targets = [inputs[self.update_inputs[place]] for place in places]
-                torch._foreach_copy_(targets, [results[num_outputs + place] for place in places])
-        return results[:num_outputs]
+            results = self.code.forward(inputs, slots)
+            for positions, places in self._update_groups:
+                targets = [inputs[position] for position in positions]
+                torch._foreach_copy_(targets, [results[place] for place in places])
+                torch.autograd.graph.increment_version(targets)
+        return list(results[: len(self.program.outputs)])
 
-    def _group_updates(self) -> list[list[int]]:
-        """The places of updates of one type each: on a GPU those are one kernel."""
-        groups: dict[Any, list[int]] = {}
-        for place, update in enumerate(self.program.updates):
-            groups.setdefault(update.input.tensor_type.dtype, []).append(place)
+    def _group_updates(self) -> list[tuple[list[int], list[int]]]:
+        """The positions among the inputs and the places among the results of updates of one type each: on a GPU those
+        are one kernel.
+        """
+        groups: dict[Any, tuple[list[int], list[int]]] = {}
+        for place, update in enumerate(self.program.updates, start=len(self.program.outputs)):
+            positions, places = groups.setdefault(update.input.tensor_type.dtype, ([], []))
+            positions.append(self.input_index[update.input])
+            places.append(place)
         return list(groups.values())
 
     def _find_replayed_updates(self) -> list[int]:
