@@ -20,6 +20,7 @@ from undertow.ops.destinations import destination_of
 from undertow.ops.lifetimes import find_lifetimes
 from undertow.ops.own import OwnOperation, function_of
 from undertow.ops.schema import schema_of
+from undertow.runtime.bindings import callable_for
 
 aten = torch.ops.aten
 
@@ -180,7 +181,7 @@ class _Writer:
             return self._write_into(node, arguments)
         function = function_of(target)
         if isinstance(function, OpOverload):
-            function = function._op  # to which it only hands its arguments on, at the cost of a Python frame
+            function = callable_for(function, node.args, node.kwargs)
         call = f"{self._constant(function)}({', '.join(arguments)})"
         if not node.outputs:
             return call
