@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import undertow as ut
+from undertow.runtime.planned import Runner
 
 
 class Body(nn.Module):
@@ -150,6 +151,24 @@ def test_branches_are_cached():
         assert torch.equal(expected, planned.linear(x) * (1 if number > 0 else 2))
     (variants,) = planned.undertow_runner._variants.values()
     assert len(variants) == 2
+
+
+def test_the_commonest_branch_is_tried_first(monkeypatch):
+    planned = plan(lambda m, x: m.linear(x) if x.sum() > 0 else m.linear(x) * 2)
+    runner, tried = planned.undertow_runner, []
+    run = Runner._run
+    monkeypatch.setattr(Runner, "_run", lambda *args: tried.append(args[1].captured.outcomes) or run(*args))
+
+    def num_tries(number):
+        tried.clear()
+        planned(torch.full((4, 8), number))
+        assert runner._last.captured.outcomes == tried[-1] == (number > 0,)
+        return len(tried)
+
+    for number in (-1.0, 1.0, 1.0, 1.0, -1.0):
+        num_tries(number)
+    assert num_tries(1.0) == 1  # one call that went the other way does not count for more than those before
+    assert [num_tries(-1.0) for _ in range(12)][-1] == 1  # many do
 
 
 def test_a_miss_leaves_no_trace():

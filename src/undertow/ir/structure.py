@@ -50,6 +50,17 @@ def tensors_in(tree: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterat
             yield from tensors_in(item, f"{path}.{name}", (*above, id(tree)))
 
 
+def list_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Every tensor in the arguments of a call, in the order of `tensors_in`."""
+    found: list[torch.Tensor] = []
+    for item in (*args, *kwargs.values()):
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        else:
+            found += [tensor for _, tensor in tensors_in(item)]
+    return found
+
+
 class Same:
     """An object as a key: equal to itself alone, and kept alive, so that its id names nothing else later."""
 
@@ -67,16 +78,18 @@ class Same:
 
 def structure_key(tree: Any, above: tuple[int, ...] = ()) -> Any:
     """A hashable summary of `tree`: tensors by what a capture depends on, Python values by themselves."""
-    if id(tree) in above:
-        return "a cycle", above.index(id(tree))
     if isinstance(tree, torch.Tensor):
         # Subclasses and non-strided layouts are told apart by type and layout.
         strides = tree.stride() if tree.layout is torch.strided else tree.layout
         return type(tree), tree.dtype, tree.shape, strides, tree.device, tree.requires_grad, tree.is_leaf
-    if isinstance(tree, tuple | list):
-        return type(tree), tuple(structure_key(item, (*above, id(tree))) for item in tree)
+    if id(tree) in above:
+        return "a cycle", above.index(id(tree))
+    if isinstance(tree, (tuple, list)):
+        within = (*above, id(tree))
+        return type(tree), tuple([structure_key(item, within) for item in tree])
     if isinstance(tree, dict):
-        return type(tree), tuple((name, structure_key(item, (*above, id(tree)))) for name, item in tree.items())
+        within = (*above, id(tree))
+        return type(tree), tuple([(name, structure_key(item, within)) for name, item in tree.items()])
     if isinstance(tree, float):
         return float, tree.hex()  # -0.0 and NaN are told apart
     if isinstance(tree, ATOMS):

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
 from undertow.ir import Input, InputKind, Node, Plan, Program, Value
-from undertow.ir.structure import ATOMS, fill_slots, structure_key, tensors_in
+from undertow.ir.structure import ATOMS, fill_slots, list_tensors, structure_key
 from undertow.ops.interpret import run_node
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import GuardMiss
@@ -31,6 +31,9 @@ from undertow.runtime.step import Pattern, Run, Step, attach_backward
 MAX_OUTCOMES = 64  # ways through a model's branches on tensor values
 MAX_CAPTURES = 32  # shapes, dtypes, modes
 MAX_PREPARED = 4  # evaluations of which the prepared weights are held at the same time
+# How much a call counts after the next one, when variants are tried in the order of their frequency: that of draws at
+# random is known from some twenty calls, and a branch that changes with the phase of training followed after a dozen.
+KEPT_SHARE = 0.95
 MAX_NEW_STATES = 8  # captures in a row that each leave the model in a Python state of its own
 # One thread at a time: recording walks over all objects, and a tuple that another thread is building would be among
 # them, which Python answers with a SystemError there.
@@ -45,6 +48,7 @@ class Variant:
         self._make_plan = make_plan
         self.differentiable = differentiable_outputs(captured.program)
         self.pattern = pattern
+        self.share = 0.0  # of the latest calls, how many took this way
         self._steps: dict[Pattern, Step] = {}
         self.places: dict[Step, _Places] = {}
 
@@ -151,11 +155,11 @@ class Runner:
 
     def variant_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The variant that was last used for such a call; captured now if there is none."""
-        variants = self._lookup(args, kwargs, [tensor for _, tensor in tensors_in((args, kwargs))])
+        variants = self._lookup(args, kwargs, list_tensors(args, kwargs))
         return variants[-1] if variants else self._add(variants, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        tensors = list_tensors(args, kwargs)
         if any(isinstance(tensor, TracedTensor) for tensor in tensors):
             return self.forward(*args, **kwargs)  # a model around this one is being captured
         _refuse_tangents(tensors)
@@ -163,7 +167,7 @@ class Runner:
         seen: tuple[Any, ...] = ()  # what this step's guards found so far
         while True:
             fitting = [variant for variant in variants if variant.captured.outcomes[: len(seen)] == seen]
-            variant = fitting[-1] if fitting else self._add(variants, args, kwargs)
+            variant = _likeliest(fitting) if fitting else self._add(variants, args, kwargs)
             if variant.captured.newly_required:
                 for place in variant.captured.newly_required:
                     tensors[place].requires_grad_()
@@ -178,9 +182,12 @@ class Runner:
                     ) from None
                 seen = (*variant.captured.outcomes[: miss.index], miss.found)
                 continue
-            if variants[-1] is not variant:
+            if len(variants) > 1:
                 variants.remove(variant)
                 variants.append(variant)
+                for item in variants:
+                    item.share *= KEPT_SHARE
+                variant.share += 1
             if fitting:
                 self._num_new_states = 0
             self._last = variant
@@ -191,7 +198,7 @@ class Runner:
     ) -> Iterator[tuple[Node, list[Any]]]:
         """Run the operations of a call one by one, giving each with its outputs; buffers are not updated."""
         variant = self.variant_for(args, kwargs)
-        tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        tensors = list_tensors(args, kwargs)
         step = variant.step()
         program = step.plan.base
         inputs = self._inputs(variant, step, tensors)
@@ -328,6 +335,11 @@ class Runner:
         for item in others[:num_released]:
             item.release_prepared()
         self._prepared = others[num_released:] + ([] if step.preparation is None else [step])
+
+
+def _likeliest(variants: list[Variant]) -> Variant:
+    """The variant that most of the latest calls took; among equals, the one that was last used."""
+    return variants[0] if len(variants) == 1 else max(reversed(variants), key=lambda variant: variant.share)
 
 
 def _refuse_tangents(tensors: list[torch.Tensor]) -> None:
