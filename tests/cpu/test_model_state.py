@@ -164,10 +164,30 @@ def test_settings_of_pytorch_change_the_key():
 def test_what_forward_assigns_is_taken_by_its_structure():
     model = Model()
     state = ModelState(model)
+    start = state.key()
+    state.mark_assigned([(id(model.__dict__), "factor")])
+    assert state.key() == start
     state.mark_assigned([(id(model.__dict__), "objects")])
+    assert state.key() != start  # the list is taken by its structure from now on
+    model.objects = None
+    start = state.key()
     model.objects = [torch.zeros(2), 3]
     before = state.key()
+    assert before != start
+    model.objects = None
+    assert state.key() == start
+    model.objects = [torch.zeros(2), 3]
     model.objects = [torch.ones(2), 3]
     assert state.key() == before
     model.objects = [torch.ones(3), 3]
     assert state.key() != before
+    model.objects = 1.0
+    number = state.key()
+    assert number != before
+    model.objects = 2.0
+    assert state.key() != number
+    del model.objects
+    model.more = 1
+    without = state.key()
+    model.more = 2
+    assert state.key() != without

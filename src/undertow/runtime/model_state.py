@@ -8,7 +8,7 @@ keys are built anew only where something was replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import call, is_, itemgetter, methodcaller
 from typing import Any
@@ -74,22 +74,29 @@ class _Contents:
 
 
 class _Watched:
-    """The attributes, submodules and hooks of one module as they were last seen."""
+    """The attributes of one module as they were last seen; of those in `assigned`, only numbers and the like."""
 
-    __slots__ = ("atoms", "attributes", "contents", "others", "reads", "sized")
+    __slots__ = ("_length", "_parts", "atoms", "attributes", "groups", "others", "read")
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, assigned: Container[str]) -> None:
         self.attributes = module.__dict__
-        shown = [(name, item) for name, item in self.attributes.items() if name not in _INTERNAL]
-        self.atoms = tuple((name, item if _is_fixed(item) else None) for name, item in shown)
-        self.others = [name for name, item in shown if not _is_fixed(item)]
+        self.groups = [self.attributes[name] for name in _GROUPS]
+        shown = [(name, item, _is_fixed(item)) for name, item in self.attributes.items() if name not in _INTERNAL]
+        self.atoms = tuple([(name, item if is_fixed else None) for name, item, is_fixed in shown])
+        self.others = [name for name, _, is_fixed in shown if not is_fixed]
         # By name: a module has a dozen dicts besides, and each object that is touched costs a line of the cache.
-        read_attributes = itemgetter(*(name for name, _ in shown), *_GROUPS)
-        groups = [self.attributes[name] for name in _GROUPS]
-        self.reads: list[_Read] = [(read_attributes, self.attributes)]
-        self.reads += [(_values, group) for group in (module._modules, *_hook_groups(module)) if group]
-        self.sized = [self.attributes, *groups]
-        self.contents = _Contents(self.reads, self.sized)
+        watched = [name for name, _, is_fixed in shown if is_fixed or name not in assigned]
+        self.read = itemgetter(*watched, *_GROUPS)
+        self._length = len(self.attributes)
+        self._parts = self.read(self.attributes)
+
+    def is_same(self) -> bool:
+        """Whether every attribute is still the same object."""
+        try:
+            is_same = all(map(is_, self.read(self.attributes), self._parts))
+        except KeyError:  # one was deleted
+            return False
+        return is_same and len(self.attributes) == self._length
 
 
 class ModelState:
@@ -97,15 +104,16 @@ class ModelState:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._assigned: set[tuple[int, str]] = set()
+        self._assigned: dict[int, set[str]] = {}  # names by the id of their dict
         self._atoms = _Frozen(())
         self._tensors = _Frozen(())
         self._find_modules()
 
     def mark_assigned(self, attributes: Iterable[tuple[int, str]]) -> None:
         """Take attributes that forward itself assigns by their structure; each is named by the id of its dict too."""
-        self._assigned.update(attributes)
-        self._watch(self._watched)
+        for owner, name in attributes:
+            self._assigned.setdefault(owner, set()).add(name)
+        self._find_modules()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of the modules that the last key was made for."""
@@ -113,9 +121,16 @@ class ModelState:
 
     def key(self) -> Any:
         """Equal for calls that may share a capture, hashable."""
-        if not self._contents.are_same():
+        if any(_is_fixed(attributes.get(name)) for attributes, name in self._opened):
+            self._find_modules()  # one became a number or the like, or was deleted
+        elif not self._contents.are_same():
             self._look_again()
-        tensors = tuple([_type_of(item) for item in chain.from_iterable(self._tensor_views)])
+        tensors = tuple(
+            [
+                None if item is None else (item.requires_grad, item.dtype, item.shape, item.device)
+                for item in chain.from_iterable(self._tensor_views)
+            ]
+        )
         if tensors != self._tensors.value:
             self._tensors = _Frozen(tensors)
         opened = tuple([_open_key(attributes[name]) for attributes, name in self._opened])
@@ -126,58 +141,57 @@ class ModelState:
             self._find_modules()
             return
         pairs = zip(self._watched, self.modules.values(), strict=True)
-        self._watch([item if item.contents.are_same() else _Watched(module) for item, module in pairs])
+        self._watch([item if item.is_same() else self._watch_module(module) for item, module in pairs])
 
     def _find_modules(self) -> None:
         self.modules = dict(self._model.named_modules())
         self._children = _Frozen(self._list_children())
-        self._watch([_Watched(module) for module in self.modules.values()])
+        self._watch([self._watch_module(module) for module in self.modules.values()])
 
     def _list_children(self) -> Any:
-        return tuple(tuple(module._modules.values()) for module in self.modules.values())
+        return tuple([tuple(module._modules.values()) for module in self.modules.values()])
+
+    def _watch_module(self, module: torch.nn.Module) -> _Watched:
+        return _Watched(module, self._assigned.get(id(module.__dict__), ()))
 
     def _watch(self, watched: list[_Watched]) -> None:
         self._watched = watched
         # Parameters that are replaced are found anew in these at every call; the dicts themselves hardly ever change.
         self.modules = dict(self.modules)
-        modules = self.modules.values()
-        self._parameter_views = [module._parameters.values() for module in modules if module._parameters]
-        self._tensor_views = [
-            *self._parameter_views,
-            *(module._buffers.values() for module in modules if module._buffers),
-        ]
-        atoms = tuple(item.atoms for item in watched)
+        parameters, buffers, _, *hook_groups = zip(*(item.groups for item in watched), strict=True)
+        self._parameter_views = [group.values() for group in parameters if group]
+        self._tensor_views = [*self._parameter_views, *(group.values() for group in buffers if group)]
+        hooks = tuple((place, *group.values()) for place, group in enumerate(chain(*hook_groups)) if group)
+        atoms = tuple([item.atoms for item in watched])
         if atoms != self._atoms.value:
             self._atoms = _Frozen(atoms)
-        hook_groups = [group for module in modules for group in _hook_groups(module)]
-        hooks = tuple((place, *group.values()) for place, group in enumerate(hook_groups) if group)
         self._lasting = _Frozen((self._children, self._atoms, self._look_into_others(), hooks))
 
     def _look_into_others(self) -> tuple[Any, ...]:
-        """The keys of attributes that are no atoms, None for those that are opened at every call."""
+        """The keys of attributes that are no atoms, None for those that are looked into at every call."""
         self._opened: list[tuple[dict[str, Any], str]] = []
         keys: list[Any] = []
         found: dict[int, Any] = {}
         for watched in self._watched:
+            assigned = self._assigned.get(id(watched.attributes), ())
             for name in watched.others:
                 item = watched.attributes[name]
-                if isinstance(item, torch.Tensor) or (id(watched.attributes), name) in self._assigned:
+                if isinstance(item, torch.Tensor) or name in assigned:
                     self._opened.append((watched.attributes, name))
                     keys.append(None)
                 else:
                     keys.append(_attribute_key(item, is_known=id(item) in found))
                     found[id(item)] = item
-        reads = [read for item in self._watched for read in item.reads]
+        groups = list(chain.from_iterable(item.groups for item in self._watched))
+        children_and_hooks = chain.from_iterable(item.groups[2:] for item in self._watched)
+        reads: list[_Read] = [(item.read, item.attributes) for item in self._watched]
+        reads += [(_values, group) for group in children_and_hooks if group]
         reads += [(read, item) for item in found.values() if (read := _reader_of(item)) is not None]
-        sized = [group for item in self._watched for group in item.sized]
+        sized = [*(item.attributes for item in self._watched), *groups]
         sized += [item for item in found.values() if _is_short(item)]
         sized += [vars(item) for item in found.values() if _has_settings(item)]
         self._contents = _Contents(reads, sized)
         return tuple(keys)
-
-
-def _hook_groups(module: torch.nn.Module) -> tuple[Any, Any]:
-    return module._forward_pre_hooks, module._forward_hooks
 
 
 def _settings() -> tuple[Any, ...]:
@@ -219,13 +233,11 @@ def _names_and_values(names: dict[Any, Any]) -> Iterable[Any]:
     return names, *names, *names.values()
 
 
-def _type_of(tensor: torch.Tensor | None) -> Any:
-    return None if tensor is None else (tensor.requires_grad, tensor.dtype, tensor.shape, tensor.device)
-
-
 def _open_key(item: Any) -> Any:
     """Tensors by type, other attributes that forward assigns by their structure."""
-    return _type_of(item) if isinstance(item, torch.Tensor) else structure_key(item)
+    if isinstance(item, torch.Tensor):
+        return item.requires_grad, item.dtype, item.shape, item.device
+    return structure_key(item)
 
 
 def _attribute_key(item: Any, is_known: bool) -> Any:
