@@ -2,9 +2,9 @@
 
 Both run in one process, so eager too has the memory mapped that Undertow keeps mapped: the ratio is the one to an eager
 whose allocator is tuned, below that to one as it comes. Rounds are interleaved, in alternating order; the ratio is
-taken round by round.
+taken round by round. With `--only`, the other cases stay as they are in the file.
 
-Usage: scripts/bench never_slower [--rounds N] [--only NAME,NAME] [--out F]
+Usage: scripts/bench never_slower [--module] [--rounds N] [--only NAME,NAME] [--out F]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,30 @@ NUM_SEEDS = 5
 TURN_S = 0.1
 
 
-def zoo_steps(name: str, size: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Eager's step and ours, of the same model."""
+def zoo_steps(name: str, size: str, is_module: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Eager's step and ours, of the same model: a `train_step`, or a planned module and `backward()`."""
     zoo = (ZOO if size == "full" else SMALL)[name]
     batch = BATCH[name] if size == "full" else 4
     model, args, targets = zoo.build(), zoo.example_inputs(batch), zoo.example_targets(batch)
+
+    def eager() -> None:
+        zoo.loss(model(*args), *targets).backward()
+
+    if is_module:
+        planned = ut.plan(model, args)
+        return _without_gradients(model, eager, lambda: zoo.loss(planned(*args), *targets).backward())
     step = ut.train_step(model, args, targets=targets, loss=zoo.loss)
-    return _without_gradients(model, lambda: zoo.loss(model(*args), *targets).backward(), lambda: step(*args, *targets))
+    return _without_gradients(model, eager, lambda: step(*args, *targets))
 
 
-def family_steps(name: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def family_steps(name: str, is_module: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The same for a family."""
     build, kwargs = FAMILIES[name]
     model = build().train()
+    if is_module:
+        planned = ut.plan(model, (), kwargs)
+        calls = (lambda: model(**kwargs).loss.backward(), lambda: planned(**kwargs).loss.backward())
+        return _without_gradients(model, *calls)
     step = ut.train_step(model, (), kwargs)
     return _without_gradients(model, lambda: model(**kwargs).loss.backward(), lambda: step(**kwargs))
 
@@ -90,7 +102,8 @@ def compare(eager: Callable[[], Any], ours: Callable[[], Any], num_rounds: int) 
         seconds = {call: take_turn(call) for call in ((eager, ours) if number % 2 else (ours, eager))}
         rounds.append((seconds[eager], seconds[ours]))
     low, middle, high = statistics.quantiles([theirs / own for theirs, own in rounds], n=4)
-    return {"ratio": middle, "low": low, "high": high, "eager_s": statistics.median(theirs for theirs, _ in rounds)}
+    eager_s = statistics.median(theirs for theirs, _ in rounds)
+    return {"ratio": middle, "low": low, "high": high, "eager_s": eager_s, "rounds": num_rounds}
 
 
 def main() -> None:
@@ -98,19 +111,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="")
+    parser.add_argument("--module", action="store_true", help="a planned module and backward(), instead of train_step")
     parser.add_argument("--out", default="benchmarks/results/never_slower.json")
     options = parser.parse_args()
-    cases: dict[str, Callable[[], Any]] = {name: lambda name=name: zoo_steps(name, "full") for name in BATCH}
-    cases |= {f"small {name}": lambda name=name: zoo_steps(name, "small") for name in SMALL}
-    cases |= {f"transformers {name}": lambda name=name: family_steps(name) for name in FAMILIES}
-    rows = {}
+    cases: dict[str, Callable[[], Any]] = {name: partial(zoo_steps, name, "full", options.module) for name in BATCH}
+    cases |= {f"small {name}": partial(zoo_steps, name, "small", options.module) for name in SMALL}
+    cases |= {f"transformers {name}": partial(family_steps, name, options.module) for name in FAMILIES}
+    out = Path(options.out)
+    rows = json.loads(out.read_text())["cases"] if options.only and out.exists() else {}
     for name in options.only.split(",") if options.only else cases:
         torch.manual_seed(0)
         rows[name] = compare(*cases[name](), options.rounds)
         gc.collect()
         print(f"{name:24} {rows[name]['ratio']:.3f} ({rows[name]['low']:.3f} to {rows[name]['high']:.3f})", flush=True)
     print("least:", min(row["ratio"] for row in rows.values()))
-    Path(options.out).write_text(json.dumps({"machine": describe_machine(), "cases": rows}, indent=1) + "\n")
+    out.write_text(json.dumps({"machine": describe_machine(), "cases": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
