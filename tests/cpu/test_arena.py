@@ -258,3 +258,36 @@ def test_hardly_a_page_fault(malloc, monkeypatch):
         counts[which] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert counts["eager"] > 1_000
     assert counts["planned"] < counts["eager"] / 100
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_batch_norm_in_a_region_of_low_precision(dtype, small_values_in_the_arena):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+                return (self.norm(self.convolution(x)).relu() + x).float().flatten(1)
+
+    torch.manual_seed(0)
+    compare(Block(), (torch.randn(2, 4, 8, 8),), {}, (torch.randint(256, (2,)),), cross_entropy)
+
+
+def test_a_model_converted_to_another_layout(small_values_in_the_arena):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+    twin, x, y = copy.deepcopy(model), torch.randn(4, 3, 12, 12), torch.randint(10, (4,))
+    optimizer, other = (torch.optim.SGD(item.parameters(), lr=0.1) for item in (model, twin))
+    step = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, optimizer=optimizer)
+    for number in range(4):
+        if number == 2:
+            for item in (model, twin):
+                item.to(memory_format=torch.channels_last)
+        other.zero_grad()
+        expected = cross_entropy(twin(x), y)
+        expected.backward()
+        other.step()
+        assert same_bits(step(x, y), expected)
+    assert all(map(same_bits, model.parameters(), twin.parameters()))

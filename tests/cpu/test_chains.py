@@ -125,3 +125,57 @@ def test_a_number_is_no_operand() -> None:
         out = torch.empty(5000)
         compile_chain(("full", "full"), (("mul", (0, 1)), ("add", (2, last))), (3,))((x, y), (out,))
         torch.testing.assert_close(out, expected)
+
+
+class Powers(nn.Module):
+    """Ends in a chain, whose cotangent is then the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(torch.tanh(self.linear(x))) * 2
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [lambda y, w: (y.t() * w).sum(), lambda y, w: y.sum(), lambda y, w: (y * w.t()).sum()],
+    ids=["transposed", "expanded", "contiguous"],
+)
+def test_a_cotangent_in_any_layout(always_fold: None, loss_of) -> None:
+    torch.manual_seed(0)
+    model, x, weights = Powers(), torch.randn(512, 64), torch.randn(256, 512)
+    planned = ut.plan(copy.deepcopy(model), (x,), numerics="fast")
+    assert folded(planned)
+    for module in (model, planned):
+        loss_of(module(x), weights).backward()
+    for ours, theirs in zip(planned.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4 * float(theirs.grad.abs().max()))
+
+
+def test_a_parameter_laid_out_anew(always_fold: None) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(256, 256))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x * self.weight) * 2 + x
+
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(256, 256)
+    planned = ut.plan(model, (x,), numerics="fast")
+    assert folded(planned)
+    before = planned(x).detach().clone()
+    model.weight.data = model.weight.data.t().contiguous().t()
+    torch.testing.assert_close(planned(x).detach(), before)
+
+
+@pytest.mark.parametrize("lowest", [-float("inf"), float("nan")])
+def test_constants_without_a_literal(lowest: float) -> None:
+    run = compile_chain(("full",), (("maximum", (0, lowest)), ("tanh", (1,))), (2,))
+    x, y = torch.randn(100), torch.empty(100)
+    run((x,), (y,))
+    expected = torch.maximum(x, torch.tensor(lowest)).tanh()
+    torch.testing.assert_close(y, expected, equal_nan=True)

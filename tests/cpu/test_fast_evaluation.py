@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, max_pool2d
 import undertow as ut
 from undertow.kernels.convolution import ALGORITHMS, Pass, shape_of
 from undertow.kernels.convolution.algorithm import UNIT_ROUNDOFF, accumulated_error
+from undertow.kernels.fingerprint import fingerprint, places_of
 from undertow.models import SMALL
 
 
@@ -173,6 +174,20 @@ def test_changed_weights_are_noticed(name):
         CHANGES[name](network, x)
         torch.testing.assert_close(planned(x), network(x))
         assert not torch.allclose(planned(x), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("keep", [lambda x: x > 0.9, lambda x: (torch.arange(x.numel()) % 16 == 5).view_as(x)])
+def test_a_write_to_pruned_weights_shows(dtype, keep):
+    for seed in range(20):
+        torch.manual_seed(seed)
+        weight = torch.randn(37, 24, 3, 3).to(dtype)
+        weight *= keep(torch.rand(weight.shape))
+        places = places_of([weight, torch.zeros(5), torch.zeros(0)])
+        before = fingerprint(places)
+        assert fingerprint(places) == before
+        weight.mul_(3)
+        assert fingerprint(places) != before
 
 
 def test_weights_made_in_inference_mode_are_prepared_in_every_call():

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 import undertow as ut
 from undertow.ir import Value
+from undertow.ir.cost import Cost
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +174,65 @@ def test_exact_has_no_other_bits():
     with pytest.raises(ut.InfeasibleBudget) as refusal:
         ut.plan(convolutions(), (torch.randn(2, 8, 16, 16),), budget=1, allow_other_bits=True)
     assert refusal.value.other_bits_minimum_bytes is None
+
+
+ONE_CHANNEL = {
+    "convolution": lambda: nn.Sequential(
+        nn.Conv2d(16, 1, 5, padding=2), nn.LeakyReLU(0.1), nn.Conv2d(1, 64, 3, padding=1), nn.Conv2d(64, 64, 3)
+    ),
+    "transposed": lambda: nn.Sequential(
+        nn.Conv2d(16, 1, 5), nn.Sigmoid(), nn.ConvTranspose2d(1, 64, 3), nn.Conv2d(64, 8, 3), nn.BatchNorm2d(8)
+    ),
+    "pooled": lambda: nn.Sequential(
+        nn.Conv2d(16, 1, 3), nn.Tanh(), nn.ConvTranspose2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_CHANNEL)
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
+def test_one_channel_lies_in_both_layouts(name, is_training, monkeypatch):
+    """What PyTorch makes of it may come in the other one; own kernels read it rightly."""
+    pytest.importorskip("numba")
+
+    def cost_of(node):
+        is_native = node.name in ("convolution", "convolution_backward") and 1 in node.args[1].tensor_type.shape[:2]
+        is_own = any(part in node.name for part in ("winograd_f(4x4", ".fused", ".evaluate"))
+        return Cost(1 if is_native or is_own else 1000, 0)
+
+    monkeypatch.setattr("undertow.api.planning.measured_costs", lambda terms, nodes: cost_of)
+    torch.manual_seed(0)
+    model, x = ONE_CHANNEL[name](), torch.randn(2, 16, 20, 20)
+    exact = copy.deepcopy(model).double()
+    for module in (model, exact):
+        module.train(is_training)
+    with torch.set_grad_enabled(is_training):
+        planned = ut.plan(model, (x,), numerics="fast")
+        assert any(part in node.name for node in planned.plan.nodes for part in ("winograd", ".fused"))
+        y, expected = planned(x), exact(x.double())
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    if is_training:
+        weights = torch.randn(y.shape)
+        (y * weights).sum().backward()
+        (expected * weights).sum().backward()
+        scale = max(float(item.grad.abs().max()) for item in exact.parameters())
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0, atol=1e-3 * scale)
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
+def test_a_value_added_to_itself(is_training):
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+        def forward(self, x):
+            h = self.norm(self.convolution(x))
+            return (h + h).relu()
+
+    torch.manual_seed(0)
+    model, x = Doubled().train(is_training), torch.randn(2, 8, 12, 12)
+    expected = copy.deepcopy(model)(x)
+    with torch.set_grad_enabled(is_training):
+        torch.testing.assert_close(ut.plan(model, (x,), numerics="fast")(x), expected, rtol=1e-3, atol=1e-3)

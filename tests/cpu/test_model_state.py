@@ -26,7 +26,7 @@ class Model(nn.Module):
         self.factor, self.sizes = 2.0, (1, 2)
         self.numbers, self.names, self.table = [1, 2], {"a"}, {"scale": 2.0}
         self.objects, self.long = [object(), 3], list(range(100))
-        self.config = self.second.config = Settings(factor=1.0, layers=[1])
+        self.config = self.second.config = Settings(factor=1.0, layers=[1], zero=0.0)
         self.loose = torch.zeros(3)
         self.handle = self.first.register_forward_hook(lambda module, args, result: None)
 
@@ -59,6 +59,12 @@ CHANGES = {
     "mode": lambda model: model.eval(),
     "mode of a part": lambda model: model.second.eval(),
     "number": lambda model: setattr(model, "factor", 3.0),
+    "number of another type": lambda model: setattr(model, "factor", 2),
+    "sign of zero": lambda model: setattr(model.config, "zero", -0.0),
+    "truth in a list": lambda model: model.numbers.__setitem__(0, True),
+    "backward hook": lambda model: model.second[0].register_full_backward_hook(lambda module, before, after: None),
+    "strides": lambda model: setattr(model.first.weight, "data", torch.zeros(2, 2).t()),
+    "strides of a loose tensor": lambda model: setattr(model, "loose", torch.zeros(6)[::2]),
     "tuple": lambda model: setattr(model, "sizes", (1, 3)),
     "new attribute": lambda model: setattr(model, "more", 1),
     "attribute deleted": lambda model: delattr(model, "factor"),

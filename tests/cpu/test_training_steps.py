@@ -382,3 +382,48 @@ def test_gradients_lie_as_their_parameters():
     ut.train_step(model, (x,), loss=torch.sum, costs="model")(x)
     assert all(parameter.grad.stride() == parameter.stride() for parameter in model.parameters())
     assert len({parameter.grad.data_ptr() for parameter in model.parameters()}) == 4
+
+
+def replace_parameter(model, optimizer):
+    old, new = model[0].weight, nn.Parameter(2 * model[0].weight.detach())
+    model[0].weight = new
+    for group in optimizer.param_groups:
+        group["params"] = [new if item is old else item for item in group["params"]]
+
+
+def tie(model, optimizer):
+    model[2].weight = model[0].weight
+
+
+def add_group(model, optimizer):
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+
+
+def leave_out(model, optimizer):
+    optimizer.param_groups[0]["params"] = list(model[2].parameters())
+
+
+@pytest.mark.parametrize("change", [replace_parameter, tie, add_group, leave_out])
+def test_other_parameters_in_model_or_optimizer(change):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    twin, x, y = copy.deepcopy(model), torch.randn(16, 8), torch.randn(16, 8)
+    first = 2 if change is add_group else 0
+    optimizers = [torch.optim.SGD(item[first:].parameters(), lr=0.1) for item in (model, twin)]
+    step = ut.train_step(model, (x,), targets=(y,), loss=nn.functional.mse_loss, optimizer=optimizers[0])
+
+    def train():
+        step(x, y)
+        model.zero_grad()
+        twin.zero_grad()
+        nn.functional.mse_loss(twin(x), y).backward()
+        optimizers[1].step()
+
+    train()
+    change(model, optimizers[0])
+    change(twin, optimizers[1])
+    before = [item.detach().clone() for item in model.parameters()]
+    for _ in range(3):
+        train()
+    assert all(map(same_bits, model.parameters(), twin.parameters()))
+    assert not all(map(torch.equal, model.parameters(), before))

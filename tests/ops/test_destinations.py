@@ -6,6 +6,7 @@ import copy
 from contextlib import suppress
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from operation_samples import OPS, PRECISIONS, map_tensors, rebuild, samples
@@ -36,14 +37,20 @@ def call_into(destination: Destination, args: Any, kwargs: Any, outputs: list[to
     return destination.call(*args, **kwargs, **given)
 
 
+def elsewhere(like: torch.Tensor) -> torch.Tensor:
+    """Memory as an arena gives it: with something in it, and of a size that cannot be changed."""
+    if not like.numel():
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    memory = torch.from_numpy(numpy.full(like.untyped_storage().nbytes(), 0x77, numpy.uint8))
+    return memory.view(like.dtype).as_strided(like.shape, like.stride())
+
+
 def run_both(target: Any, destination: Destination, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
     """The outputs as the operation makes them, and as it writes them over what stood elsewhere."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         expected = flatten_outputs(function_of(target)(*args, **kwargs))
-        outputs = [torch.empty_strided(item.shape, item.stride(), dtype=item.dtype) for item in expected]
-        for item in outputs:
-            item.view(torch.uint8).fill_(0x77) if item.dim() and item.is_contiguous() else item.fill_(1)
+        outputs = [elsewhere(item) for item in expected]
         torch.manual_seed(0)
         call_into(destination, args, kwargs, outputs)
     return expected, outputs
@@ -90,7 +97,7 @@ class CompareAll(TorchDispatchMode):
         expected = [] if destination is None else flatten_outputs(result)
         is_open = torch.Tag.nondeterministic_seeded in func.tags or func is EMPTY
         if expected and not is_open and all(item is not None and not item.is_complex() for item in expected):
-            outputs = [torch.full_like(item, 1) for item in expected]
+            outputs = list(map(elsewhere, expected))
             try:
                 call_into(destination, args, kwargs or {}, outputs)
             except RuntimeError as error:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -132,12 +133,12 @@ class TrainStep:
         self.updates_inside = (
             optimizer is not None and is_plain and is_separable(optimizer) and not _has_step_hooks(optimizer)
         )
-        groups = optimizer.param_groups if optimizer is not None else []
-        self._updated = {parameter for group in groups for parameter in group["params"]}
         self._at_end: StepAfterwards | None = None
         if optimizer is not None and not self.updates_inside:
             self._at_end = StepAfterwards(model, optimizer, clip_norm, accumulate)
         self._runner = Runner(model, forward, self._capture, self._plan, place_of, expect=lambda captured: ())
+        self._bound = self._list_parameters()
+        self._updated = set(self._trained())
 
     @property
     def plan(self) -> Plan:
@@ -155,12 +156,27 @@ class TrainStep:
             self._runner.prepare(args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._follow_parameters()
         self._check_untouched()
         with torch.enable_grad():
             loss = self._runner(*args, **kwargs)
         if self.optimizer is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules ask for it
         return loss
+
+    def _trained(self) -> Iterator[torch.nn.Parameter]:
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return (parameter for group in groups for parameter in group["params"])
+
+    def _list_parameters(self) -> list[torch.nn.Parameter]:
+        return [*self._runner.parameters(), *self._trained()]
+
+    def _follow_parameters(self) -> None:
+        """Plans name the parameters that they update: where model or optimizer have others, they are made anew."""
+        found = self._list_parameters()
+        if len(found) != len(self._bound) or not all(map(is_, found, self._bound)):
+            self._runner.forget()
+            self._bound, self._updated = found, set(self._trained())
 
     def _check_untouched(self) -> None:
         """What the step would pass over in silence is refused: hooks, and gradients that somebody else left."""

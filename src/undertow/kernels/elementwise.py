@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import math
 import os
 import sys
 import tempfile
@@ -128,7 +129,7 @@ def generate_source(kinds: Sequence[str], steps: Sequence[Step], outputs: Sequen
             body.append(f"value{index} = in{index}[{'row, column' if kind == 'full' else 'column'}]")
     before += [f"out{index} = distinct(out{index})" for index in range(len(outputs))]
     for place, (operation, operands) in enumerate(steps, start=len(kinds)):
-        names = [f"value{one}" if isinstance(one, int) else f"numpy.float32({float(one)!r})" for one in operands]
+        names = [f"value{one}" if isinstance(one, int) else _number(one) for one in operands]
         body.append(f"value{place} = {OPERATIONS[operation].format(*names)}")
     body += [f"out{index}[row, column] = value{output}" for index, output in enumerate(outputs)]
     parameters = [f"in{index}" for index in range(len(kinds))] + [f"out{index}" for index in range(len(outputs))]
@@ -136,8 +137,16 @@ def generate_source(kinds: Sequence[str], steps: Sequence[Step], outputs: Sequen
         version=_version(),
         parameters=", ".join(parameters),
         before="\n".join(f"    {line}" for line in before),
-        body="\n".join(f"        {line}" for line in body).replace("numpy.float32(inf)", "numpy.float32(numpy.inf)"),
+        body="\n".join(f"        {line}" for line in body),
     )
+
+
+def _number(value: float) -> str:
+    """A constant; infinities and NaN have no literal in Python."""
+    shown = repr(float(value))
+    if not math.isfinite(value):
+        shown = shown.replace("inf", "numpy.inf").replace("nan", "numpy.nan")
+    return f"numpy.float32({shown})"
 
 
 def _cache_folder() -> Path:
@@ -149,7 +158,7 @@ def _write(source: str) -> Path | None:
     """The file that holds the source, or None where none can be had."""
     path = _cache_folder() / f"{hashlib.sha256(source.encode()).hexdigest()}.py"
     try:
-        if path.exists() and path.read_text() == source:
+        if path.exists() and path.read_bytes() == source.encode():
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")

@@ -1,7 +1,8 @@
 """A number that tells whether dense CPU tensors were written to, from a few elements of each.
 
-In: addresses and sizes. Out: a hash. It reads eight elements of each tensor, spread from the first to the last: what an
-optimizer, a decay or a load writes shows, a write to a few chosen elements need not. About 0.1 ms for 300 tensors.
+In: addresses. Out: a hash of the words there. Of each tensor four elements are read that are spread from the first to
+the last, and four that are not zero, where some are found: what an optimizer, a decay or a load writes shows, in pruned
+weights too; a write to a few chosen elements need not. About 0.1 ms for 300 tensors.
 """
 
 from __future__ import annotations
@@ -24,34 +25,42 @@ else:
         return ctypes.string_at(int(address), 1)[0]
 
 
-_NUM_SAMPLES = 8
+_NUM_SAMPLES = 4  # of each kind
+_NUM_LOOKED_AT = 4096  # elements, for some that are not zero
 _WORD_BYTES = 4
 _HASH = 2**42 - 1  # so that a product stays within 63 bits
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _hash(addresses: Any, num_words: Any) -> int:
+def _hash(addresses: Any) -> int:
     found = 0
     for index in range(addresses.size):
-        for sample in range(_NUM_SAMPLES):
-            place = addresses[index] + _WORD_BYTES * (sample * (num_words[index] - 1) // (_NUM_SAMPLES - 1))
-            for byte in range(_WORD_BYTES):
-                found = (found * 1_000_003 + load_byte(place + byte)) & _HASH
+        for byte in range(_WORD_BYTES):
+            found = (found * 1_000_003 + load_byte(addresses[index] + byte)) & _HASH
     return found
 
 
-def places_of(tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-    """Address and number of words of each tensor that has any; of one with gaps only the first word counts."""
-    words = [(item, item.numel() * item.element_size() // _WORD_BYTES) for item in tensors]
-    places = [
-        (item.data_ptr(), size if torch.ops.aten.is_non_overlapping_and_dense.default(item) else 1)
-        for item, size in words
-        if size > 0
-    ]
-    addresses, sizes = numpy.array(places, numpy.int64).reshape(-1, 2).T.copy()
-    return addresses, sizes
+def places_of(tensors: Sequence[torch.Tensor]) -> Any:
+    """The addresses of words to look at; of a tensor with gaps only the first word counts."""
+    addresses = [item.data_ptr() + place for item in tensors for place in _places_in(item)]
+    return numpy.array(addresses, numpy.int64)
 
 
-def fingerprint(places: tuple[Any, Any]) -> int:
+def _places_in(tensor: torch.Tensor) -> list[int]:
+    """Byte offsets of words."""
+    last_byte = tensor.numel() * tensor.element_size() - _WORD_BYTES
+    if last_byte < 0:
+        return []
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+        return [0]
+    spread = [sample * last_byte // (_NUM_SAMPLES - 1) // _WORD_BYTES * _WORD_BYTES for sample in range(_NUM_SAMPLES)]
+    step = tensor.numel() // _NUM_LOOKED_AT | 1  # odd: patterns of zeros have even periods
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    elements = flat[::step].nonzero().flatten()
+    chosen = elements[:: max(1, len(elements) // _NUM_SAMPLES)][:_NUM_SAMPLES]
+    return spread + [min(int(index) * step * tensor.element_size(), last_byte) for index in chosen]
+
+
+def fingerprint(addresses: Any) -> int:
     """The hash of what lies there now."""
-    return _hash(*places)
+    return _hash(addresses)

@@ -109,7 +109,9 @@ class _Folder:
         at = self.maker[addition.kept_outputs[0]]
         for term, residual in (addition.args, addition.args[::-1]):
             before = self._made_for(term, at)
-            if before is not None and _is_alike(term, residual) and _takes_residual(before):
+            # A value that is added to itself is not there to be added once the sum is made with it.
+            is_other = term is not residual
+            if before is not None and is_other and _is_alike(term, residual) and _takes_residual(before):
                 self.nodes[at] = None
                 self._move(before, place, _with_residual_and_relu(before, residual, result))
                 return

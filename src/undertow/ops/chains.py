@@ -12,6 +12,13 @@ from undertow.kernels.outputs import Out, given
 from undertow.ops.own import OwnOperation
 
 
+def _laid_out_like(result: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The loop goes through memory; a cotangent that the user gives may lie in any order, or be one number expanded."""
+    if tensor.stride() == result.stride():
+        return tensor
+    return torch.empty_strided(tensor.shape, result.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
 def chain(steps: Any, num_inputs: int) -> OwnOperation:
     """(tensors of one dense layout) -> the result of the last step; a float among operands is a number."""
 
@@ -23,7 +30,7 @@ def chain(steps: Any, num_inputs: int) -> OwnOperation:
 
     def run(*tensors: torch.Tensor, out: Out = None) -> torch.Tensor:
         result = given(out, 0, lambda: torch.empty_like(tensors[0]))
-        compiled()(tensors, (result,))
+        compiled()([_laid_out_like(result, tensor) for tensor in tensors], (result,))
         return result
 
     key = hashlib.sha256(repr((steps, num_inputs)).encode()).hexdigest()[:8]

@@ -29,9 +29,9 @@ from undertow.ops.views import TakePart
 
 aten = torch.ops.aten
 
-# `binary_cross_entropy.out` expects room for the losses before they are summed up, and else returns something wrong
-# (torch 2.13).
-_WRONG_OVERLOADS = {aten.binary_cross_entropy.default}
+# These expect room for the losses before they are summed up, and resize what they are given; that of
+# `binary_cross_entropy` else returns something wrong (torch 2.13).
+_WRONG_OVERLOADS = {aten.binary_cross_entropy.default, aten.huber_loss.default}
 
 # Smaller values stay with the allocator, which is quicker for them than passing one more argument.
 FEWEST_BYTES = 1 << 16
@@ -194,9 +194,15 @@ def find_movable(program: Program, lifetimes: Lifetimes) -> set[Value]:
 
 def _can_be_told(node: Node) -> bool:
     destination = destination_of(node.target)
-    # An overload with names takes them all; a copy needs the type of what is copied.
-    takes_none = isinstance(node.target, OwnOperation)
-    return destination is not None and (takes_none or None not in node.outputs)
+    if isinstance(node.target, OwnOperation):
+        return destination is not None
+    # An overload with names takes all outputs; a copy needs the type of what is copied.
+    if destination is None or None in node.outputs:
+        return False
+    # Batch normalisation of low precision keeps its statistics in another one than fake tensors say.
+    is_batch_norm = isinstance(node.target, Mutating) and not schema_of(node.target.target).is_inplace
+    low = (torch.bfloat16, torch.float16)
+    return not is_batch_norm or not any(value.tensor_type.dtype in low for value in node.inputs)
 
 
 def _lets_go(target: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -107,6 +107,7 @@ def _evaluate(
     out: Out = None,
 ) -> Tensor:
     shape = shape_from(tuple(x.shape), weight_shape, stride, padding, dilation, groups)
+    x, residual = _images(x), _images(residual)
     y = given(out, 0, lambda: _empty_image(shape.out_shape))
     workspace = torch.empty(algorithm.evaluation_bytes(shape), dtype=torch.uint8)
     algorithm.evaluate(shape, x, prepared, y, workspace, bias=bias, residual=residual, has_relu=has_relu)
@@ -130,6 +131,7 @@ def _forward(
     out: Out = None,
 ) -> Tensor:
     shape = shape_of(x, weight, stride, padding, dilation, groups)
+    x = _images(x)
     y = given(out, 0, lambda: _empty_image(shape.out_shape))
     workspace = algorithm.new_workspace(shape, Pass.FORWARD)
     algorithm.forward(shape, x, weight.contiguous(), y, workspace, bias=bias, has_relu=has_relu)
@@ -150,7 +152,7 @@ def _backward(
     out: Out = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     shape = shape_of(x, weight, stride, padding, dilation, groups)
-    ct = ct.contiguous(memory_format=torch.channels_last)
+    ct, x, y = _images(ct), _images(x), _images(y)
     ct_x = given(out, 0, lambda: _empty_image(shape.x_shape)) if wants[0] else None
     ct_weight = given(out, 1, lambda: torch.empty(shape.weight_shape)) if wants[1] else None
     ct_bias = given(out, 2, lambda: torch.empty(shape.out_channels)) if wants[2] else None
@@ -163,6 +165,21 @@ def _backward_bytes(algorithm: Algorithm, shape: ConvolutionShape, wants: tuple[
     if wants[0] and (wants[1] or wants[2]):
         return algorithm.backward_bytes(shape)
     return algorithm.workspace_bytes(shape, Pass.BACKWARD_DATA if wants[0] else Pass.BACKWARD_WEIGHT)
+
+
+@overload
+def _images(tensor: Tensor) -> Tensor: ...
+@overload
+def _images(tensor: None) -> None: ...
+def _images(tensor: Tensor | None) -> Tensor | None:
+    """In channels_last, as the kernels read memory.
+
+    A tensor of one channel lies in both layouts, and what PyTorch makes of it may come in the other one. Signs, one bit
+    per element, are no images.
+    """
+    if tensor is None or tensor.dim() != 4:
+        return tensor
+    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 def _empty_image(shape: tuple[int, int, int, int]) -> Tensor:
@@ -186,7 +203,7 @@ def _weight_part_by(name: str) -> OwnOperation:
 def _input_part(algorithm: Algorithm, ct: Tensor, weight: Tensor, x_shape: Any, *rest: Any, out: Out = None) -> Tensor:
     *geometry, y = rest
     shape = shape_from(x_shape, tuple(weight.shape), *geometry)
-    ct = ct.contiguous(memory_format=torch.channels_last)
+    ct, y = _images(ct), _images(y)
     ct_x = given(out, 0, lambda: _empty_image(shape.x_shape))
     workspace = algorithm.new_workspace(shape, Pass.BACKWARD_DATA)
     algorithm.backward(shape, ct, None, weight.contiguous(), ct_x, None, None, workspace, mask=y)

@@ -33,10 +33,10 @@ def _forward(
     has_relu: bool,
     out: Out = None,
 ) -> tuple[Tensor, ...]:
-    y = given(out, 0, lambda: torch.empty_like(x))
+    y = given(out, 0, lambda: torch.empty_like(x, memory_format=torch.channels_last))
     mean, inverse_std = (given(out, place, lambda: x.new_empty(x.shape[1])) for place in (1, 2))
     new_mean, new_var = (None if item is None else item.clone() for item in (running_mean, running_var))
-    rows, y_rows, other = rows_of(x), rows_of(y), _rows(residual)
+    rows, y_rows, other = _rows_of(x), rows_of(y), _rows(residual)
     batch_norm_forward(
         rows, weight, bias, new_mean, new_var, momentum, epsilon, other, has_relu, y_rows, mean, inverse_std
     )
@@ -54,8 +54,8 @@ def _evaluate(
     has_relu: bool,
     out: Out = None,
 ) -> Tensor:
-    y = given(out, 0, lambda: torch.empty_like(x))
-    rows, y_rows, other = rows_of(x), rows_of(y), _rows(residual)
+    y = given(out, 0, lambda: torch.empty_like(x, memory_format=torch.channels_last))
+    rows, y_rows, other = _rows_of(x), rows_of(y), _rows(residual)
     batch_norm_evaluate(rows, weight, bias, running_mean, running_var, epsilon, other, has_relu, y_rows)
     return y
 
@@ -70,12 +70,12 @@ def _backward(
     keeps_masked: bool,
     out: Out = None,
 ) -> tuple[Tensor | None, ...]:
-    ct_x = given(out, 0, lambda: torch.empty_like(x))
+    ct_x = given(out, 0, lambda: torch.empty_like(x, memory_format=torch.channels_last))
     ct_weight, ct_bias = (given(out, place, lambda: torch.empty_like(mean)) for place in (1, 2))
-    masked = given(out, 3, lambda: torch.empty_like(x)) if keeps_masked else None
-    ct = rows_of(ct.contiguous(memory_format=torch.channels_last))
+    masked = given(out, 3, lambda: torch.empty_like(x, memory_format=torch.channels_last)) if keeps_masked else None
+    rows, masked_rows = _rows_of(x), None if masked is None else rows_of(masked)
     batch_norm_backward(
-        ct, rows_of(x), weight, mean, inverse_std, _rows(y), rows_of(ct_x), ct_weight, ct_bias, _rows(masked)
+        _rows_of(ct), rows, weight, mean, inverse_std, _rows(y), rows_of(ct_x), ct_weight, ct_bias, masked_rows
     )
     return ct_x, ct_weight, ct_bias, masked
 
@@ -106,7 +106,12 @@ def _fold_bias(
 
 
 def _rows(images: Tensor | None) -> Tensor | None:
-    return None if images is None else rows_of(images)
+    return None if images is None else _rows_of(images)
+
+
+def _rows_of(images: Tensor) -> Tensor:
+    """Of what PyTorch may have made in the other layout, where a tensor of one channel lies in both."""
+    return rows_of(images.contiguous(memory_format=torch.channels_last))
 
 
 # (x, weight, bias, running mean, running variance, momentum, epsilon, residual, has_relu)

@@ -21,6 +21,7 @@ def _forward(
     shape = (*x.shape[:2], *out_size)
     y = given(out, 0, lambda: torch.empty(shape, memory_format=torch.channels_last))
     codes = given(out, 1, lambda: torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last))
+    x = x.contiguous(memory_format=torch.channels_last)  # of one channel it may come in the other layout
     max_pool_forward(_innermost(x), kernel, stride, padding, dilation, _innermost(y), _innermost(codes))
     return y, codes
 

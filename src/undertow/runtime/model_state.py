@@ -21,7 +21,15 @@ _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
 _CONTAINERS = frozenset((tuple, list, set, dict))
 _MAX_CONTAINER = 64  # longer ones are taken as they were
 _ATOMS = frozenset(ATOMS)
-_GROUPS = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+_GROUPS = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 
 _Read = tuple[Callable[[Any], Iterable[Any]], Any]
 _values = methodcaller("values")
@@ -82,7 +90,7 @@ class _Watched:
         self.attributes = module.__dict__
         self.groups = [self.attributes[name] for name in _GROUPS]
         shown = [(name, item, _is_fixed(item)) for name, item in self.attributes.items() if name not in _INTERNAL]
-        self.atoms = tuple([(name, item if is_fixed else None) for name, item, is_fixed in shown])
+        self.atoms = tuple([(name, structure_key(item) if is_fixed else None) for name, item, is_fixed in shown])
         self.others = [name for name, _, is_fixed in shown if not is_fixed]
         # By name: a module has a dozen dicts besides, and each object that is touched costs a line of the cache.
         watched = [name for name, _, is_fixed in shown if is_fixed or name not in assigned]
@@ -127,7 +135,15 @@ class ModelState:
             self._look_again()
         tensors = tuple(
             [
-                None if item is None else (item.requires_grad, item.dtype, item.shape, item.device)
+                None
+                if item is None
+                else (
+                    item.requires_grad,
+                    item.dtype,
+                    item.shape,
+                    item.device,
+                    item.stride() if item.layout is torch.strided else item.layout,
+                )
                 for item in chain.from_iterable(self._tensor_views)
             ]
         )
@@ -236,16 +252,23 @@ def _names_and_values(names: dict[Any, Any]) -> Iterable[Any]:
 def _open_key(item: Any) -> Any:
     """Tensors by type, other attributes that forward assigns by their structure."""
     if isinstance(item, torch.Tensor):
-        return item.requires_grad, item.dtype, item.shape, item.device
+        strides = item.stride() if item.layout is torch.strided else item.layout
+        return item.requires_grad, item.dtype, item.shape, item.device, strides
     return structure_key(item)
+
+
+def _part_key(part: Any) -> Any:
+    """2 and 2.0, 1 and True, 0.0 and -0.0 are told apart."""
+    return structure_key(part) if type(part) in _ATOMS else Same(part)
 
 
 def _attribute_key(item: Any, is_known: bool) -> Any:
     """Containers and settings by what they hold, others by identity; those settings that are known not once more."""
     if _is_short(item):
         if type(item) is dict:
-            return tuple((name, part if type(part) in _ATOMS else Same(part)) for name, part in item.items())
-        return tuple(part if type(part) in _ATOMS else Same(part) for part in item)
+            return tuple((name, _part_key(part)) for name, part in item.items())
+        return type(item), tuple(map(_part_key, item))
     if is_known or not _has_settings(item):
         return Same(item)
-    return Same(item), tuple((name, part) for name, part in vars(item).items() if type(part) in _ATOMS)
+    settings = ((name, part) for name, part in vars(item).items() if type(part) in _ATOMS)
+    return Same(item), tuple((name, _part_key(part)) for name, part in settings)

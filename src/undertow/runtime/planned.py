@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
-from undertow.ir import Input, InputKind, Node, Plan, Program, Value
+from undertow.ir import Input, InputKind, Node, Plan, Program
 from undertow.ir.structure import ATOMS, fill_slots, list_tensors, structure_key
 from undertow.ops.interpret import run_node
 from undertow.ops.modes import below_autograd
@@ -87,28 +87,30 @@ def guess_pattern(captured: Any) -> Pattern:
     return (True,) * len(places)
 
 
+_PREPARED = object()  # stands for the prepared weights of a call
+
+
 class _Places:
     """Where the inputs of a step are found at every call, as long as the model has these modules."""
 
     def __init__(self, captured: Any, step: Step, modules: dict[str, torch.nn.Module]) -> None:
         self.modules = modules
-        self._prepared: dict[Value, Any] = {}
         place_of: Callable[[Input], Any] = lambda item: captured.place_of(item, modules)  # noqa: E731
         behind = step.preparation.inputs if step.preparation is not None else ()
         self._behind: list[tuple[Any, Any]] = [place_of(item) for item in behind]
         self._places: list[tuple[Any, Any]] = [
-            (self._prepared, item.value) if item.kind is InputKind.PREPARED else place_of(item)
+            (_PREPARED, item.value) if item.kind is InputKind.PREPARED else place_of(item)
             for item in step.program.inputs
         ]
 
     def find(self, step: Step, tensors: list[torch.Tensor]) -> list[Any]:
         """The inputs, of a call with these tensors."""
-        if step.preparation is not None:
-            weights = [(tensors if holder is None else holder)[key] for holder, key in self._behind]
-            self._prepared.update(step.preparation.values(weights))
-        found = [(tensors if holder is None else holder)[key] for holder, key in self._places]
-        self._prepared.clear()
-        return found
+        if step.preparation is None:
+            return [(tensors if holder is None else holder)[key] for holder, key in self._places]
+        weights = [(tensors if holder is None else holder)[key] for holder, key in self._behind]
+        prepared = step.preparation.values(weights)
+        holders = ((prepared if holder is _PREPARED else holder, key) for holder, key in self._places)
+        return [(tensors if holder is None else holder)[key] for holder, key in holders]
 
 
 class Runner:
@@ -146,6 +148,11 @@ class Runner:
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The model's parameters as the last call found them; asking the model itself takes longer."""
         return self._state.parameters()
+
+    def forget(self) -> None:
+        """Capture and plan every call anew."""
+        self._variants.clear()
+        self._last_lookup = (), []
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture and plan the step for such a call; runs nothing."""
