@@ -179,3 +179,26 @@ def test_constants_without_a_literal(lowest: float) -> None:
     run((x,), (y,))
     expected = torch.maximum(x, torch.tensor(lowest)).tanh()
     torch.testing.assert_close(y, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("pattern", ["*.py", "*.nbi", "*.nbc"])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe garbage \x80"], ids=["empty", "garbage"])
+def test_a_corrupt_cache_is_not_taken(tmp_path: Path, pattern: str, content: bytes) -> None:
+    script = textwrap.dedent("""
+        import torch
+        from undertow.kernels.elementwise import compile_chain
+        x = torch.linspace(-1, 1, 5000)
+        y = torch.empty(5000)
+        compile_chain(("full",), (("mul", (0, 3.0)), ("tanh", (1,))), (2,))((x,), (y,))
+        print(float((y - (3 * x).tanh()).abs().max()) < 1e-5)
+    """)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    for _ in range(2):
+        found = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
+        )
+        assert found.stdout.strip() == "True", found.stderr
+        files = list((tmp_path / "undertow" / "kernels").rglob(pattern))
+        assert files
+        for file in files:
+            file.write_bytes(content)

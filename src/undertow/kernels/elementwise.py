@@ -33,6 +33,7 @@ import numpy
 import torch
 
 from undertow.kernels import float_functions, streaming
+from undertow.kernels.compiler import numba
 from undertow.kernels.threads import run_parallel
 
 Step = tuple[str, tuple[int | float, ...]]
@@ -178,9 +179,7 @@ def _write(source: str) -> Path | None:
 def _load(source: str) -> ModuleType:
     path = _write(source)
     if path is None:
-        module = ModuleType("undertow_kernel")
-        exec(compile(source.replace("cache=True", "cache=False"), "<undertow kernel>", "exec"), module.__dict__)
-        return module
+        return _load_uncached(source)
     spec = importlib.util.spec_from_file_location(f"undertow_kernel_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"compile_chain: no loader for {path}")
@@ -190,10 +189,31 @@ def _load(source: str) -> ModuleType:
     return module
 
 
+def _load_uncached(source: str) -> ModuleType:
+    module = ModuleType("undertow_kernel")
+    exec(compile(source.replace("cache=True", "cache=False"), "<undertow kernel>", "exec"), module.__dict__)
+    return module
+
+
+def _with_sound_cache(run: Any, source: str, arguments: Sequence[Any]) -> Any:
+    """`run`, compiled for such arguments; anew where Numba's cache holds something that it cannot read.
+
+    What fails for another reason fails once more, without the cache.
+    """
+    types = tuple(map(numba.typeof, arguments))
+    try:
+        run.compile(types)
+    except Exception:
+        run = _load_uncached(source).run
+        run.compile(types)
+    return run
+
+
 def compile_chain(kinds: tuple[str, ...], steps: tuple[Step, ...], outputs: tuple[int, ...]) -> Chain:
     """A callable (inputs, outputs) that runs the steps in one pass; all full-size tensors have one dense layout."""
     _check(kinds, steps, outputs)
-    run = _load(generate_source(kinds, steps, outputs)).run
+    source = generate_source(kinds, steps, outputs)
+    run, is_sound = _load(source).run, False
     needs_rows = any(kind in ("row", "column") for kind in kinds)
 
     def array_of(kind: str, value: Any) -> Any:
@@ -213,14 +233,16 @@ def compile_chain(kinds: tuple[str, ...], steps: tuple[Step, ...], outputs: tupl
                 for kind, array in zip(all_kinds, [*arrays, *targets], strict=True)
             ]
 
+        nonlocal run, is_sound
         num_elements = targets[0].size
-        if needs_rows:
-            run_parallel(run, *shaped(0, num_elements, columns))
-            return
-        body = num_elements // _PIECE_ELEMENTS * _PIECE_ELEMENTS
-        if body:
-            run_parallel(run, *shaped(0, body, _PIECE_ELEMENTS))
+        body = 0 if needs_rows else num_elements // _PIECE_ELEMENTS * _PIECE_ELEMENTS
+        pieces = [(0, body, _PIECE_ELEMENTS)] if body else []
         if body < num_elements:
-            run_parallel(run, *shaped(body, num_elements, num_elements - body))
+            pieces.append((body, num_elements, columns if needs_rows else num_elements - body))
+        for piece in pieces:
+            arguments = shaped(*piece)
+            if not is_sound:
+                run, is_sound = _with_sound_cache(run, source, arguments), True
+            run_parallel(run, *arguments)
 
     return call
