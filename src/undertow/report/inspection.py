@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from undertow.ir import Input, InputKind, Node, Plan, Program, TensorType, Value, operation_name
+from undertow.ir.plan import ARENA_GAPS
 from undertow.ops.lifetimes import Lifetimes, find_lifetimes, shared_argument
 from undertow.ops.opaque import CustomFunction, ThroughAutograd
 from undertow.ops.own import is_view
@@ -332,7 +333,7 @@ def _memory_at_peak(plan: Plan, unused: Sequence[Input], optimizer_bytes: int) -
         constant_bytes=sizes[InputKind.CONSTANT],
         kept_bytes=sizes["kept"],
         gradient_bytes=sizes["gradient"],
-        other_bytes=sizes["other"],
+        other_bytes=sizes["other"] + plan.held.get(ARENA_GAPS, 0),
         optimizer_bytes=optimizer_bytes,
         at="" if node is None else f"{_operation(node)} {node.origin}".strip(),
     )
