@@ -149,6 +149,17 @@ def test_every_size_up_to_40(algorithm: Algorithm) -> None:
 
 
 @each_algorithm
+@pytest.mark.parametrize("has_relu", [False, True])
+def test_one_channel(algorithm: Algorithm, has_relu: bool) -> None:
+    """An image of one channel lies in both layouts."""
+    for seed, channels in enumerate(((1, 17), (1, 1), (5, 1))):
+        for kernel, stride in (((2, 4), (1, 4)), ((3, 3), (1, 1)), ((1, 1), (2, 1))):
+            shape = ConvolutionShape(2, *channels, (5, 5), kernel, stride, dilation=(3 if kernel == (2, 4) else 1, 1))
+            if algorithm.refusal(shape) is None:
+                check_all_passes(algorithm, shape, has_relu=has_relu, seed=seed)
+
+
+@each_algorithm
 @pytest.mark.parametrize("kind", KINDS)
 def test_bound_holds_on_random_shapes(algorithm: Algorithm, kind: str) -> None:
     shapes = itertools.chain(random_shapes(1, True, 6), random_shapes(2, False, 12))
@@ -228,6 +239,7 @@ def test_nan_goes_through_relu_and_its_mask_as_in_pytorch() -> None:
         (FOURIER, {"stride": (2, 2)}, "the stride is (2, 2), not 1"),
         (FOURIER, {"dilation": (2, 2)}, "the dilation is (2, 2), not 1"),
         (FOURIER, {"groups": 2}, "the channels are in 2 groups, not in one"),
+        (DIRECT, {"padding": (1, 3)}, "padding (1, 3) reaches beyond the kernel"),
         (POINTWISE, {}, "the kernel is 3 x 3, not 1 x 1"),
         (POINTWISE, {"kernel": (1, 1), "padding": (1, 1)}, "the padding is (1, 1), not 0"),
     ],

@@ -1,8 +1,9 @@
 """PyTorch's own convolution: oneDNN's direct algorithm where PyTorch has it.
 
-In and out: see algorithm.py. Takes every shape. PyTorch's backward function allocates its results, which are then
-copied into the given tensors; how much it allocates is stated as workspace, so that a plan counts it, but the given
-workspace is used only for the masked cotangent. The forward pass adds into a zeroed output, which oneDNN does in place.
+In and out: see algorithm.py. Refuses windows that lie in the padding alone. PyTorch's backward function allocates its
+results, which are then copied into the given tensors; how much it allocates is stated as workspace, so that a plan
+counts it, but the given workspace is used only for the masked cotangent. The forward pass adds into a zeroed output,
+which oneDNN does in place; of one channel it is computed beside and copied.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ class Direct(Algorithm):
     name = "direct (oneDNN)"
 
     def refusal(self, shape: ConvolutionShape) -> str | None:
-        return None
+        # Where a window lies wholly in the padding, oneDNN reads beside the image (torch 2.13: it may crash).
+        sides = zip(shape.padding, shape.dilation, shape.kernel, strict=True)
+        is_beside = any(padding > dilation * (kernel - 1) for padding, dilation, kernel in sides)
+        return f"padding {shape.padding} reaches beyond the kernel" if is_beside else None
 
     def workspace_bytes(self, shape: ConvolutionShape, step: Pass) -> int:
         weights = 4 * torch.Size(shape.weight_shape).numel()
@@ -46,7 +50,7 @@ class Direct(Algorithm):
         bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None, kept: Tensor | None = None,
     ) -> None:  # fmt: skip
         geometry = shape.padding, shape.stride, shape.dilation, shape.groups
-        if torch.backends.mkldnn.is_available():
+        if torch.backends.mkldnn.is_available() and shape.in_channels > 1:
             unary = "relu" if has_relu else None
             torch.ops.mkldnn._convolution_pointwise_.binary(
                 out.zero_(), x, weight, bias, *geometry, "add", 1.0, unary, [], None
@@ -55,6 +59,10 @@ class Direct(Algorithm):
                 pack_signs_into(out, mask)
             return
         padding, stride, dilation, groups = geometry
+        if shape.in_channels == 1:
+            # It lies in both layouts; by the strides of channels_last some geometries come out wrong (torch 2.13).
+            height, width = shape.in_size
+            x = x.as_strided(x.shape, (height * width, height * width, width, 1))
         out.copy_(torch.convolution(x, weight, bias, stride, padding, dilation, False, (0, 0), groups))
         finish_output(out, None, has_relu, mask)
 
