@@ -146,10 +146,6 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> Tensor:
     return aten.cat.out([tensor.unsqueeze(dim) for tensor in tensors], dim, out=out)
 
 
-def _by_number(overload: OpOverload) -> Callable[..., Tensor]:
-    return lambda x, number, *, out: overload(x, number, out=out)
-
-
 # What the generated overloads of these compute and then copy, by the same kernels.
 _WRITTEN_HERE: dict[OpOverload, Callable[..., Tensor]] = {
     aten.clone.default: _copy,
@@ -158,8 +154,8 @@ _WRITTEN_HERE: dict[OpOverload, Callable[..., Tensor]] = {
     aten.embedding.default: _embedding,
     aten.masked_fill.Scalar: _masked_fill,
     aten.stack.default: _stack,
-    aten.mul.Scalar: _by_number(aten.mul.out),
-    aten.div.Scalar: _by_number(aten.div.out),
+    aten.mul.Scalar: aten.mul.out,
+    aten.div.Scalar: aten.div.out,
     aten.empty_like.default: lambda x, *, out, **kwargs: out,
     aten.zeros_like.default: lambda x, *, out, **kwargs: out.zero_(),
     aten.ones_like.default: lambda x, *, out, **kwargs: out.fill_(1),

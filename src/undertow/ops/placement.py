@@ -1,4 +1,4 @@
-"""Where each storage lies in one arena: no two that are alive at once overlap, and the step's peak does not grow.
+"""Where each storage lies in one arena: no two that are alive at once overlap, and the step's peak hardly grows.
 
 In: which storages may lie there, when each is alive, and what kernels allocate for themselves meanwhile. Out: the first
 byte of each, None for those that stay outside. The arena is there from the first operation to the last, so with it the
@@ -72,17 +72,24 @@ def _find_best(
         sorted(members, key=lambda index: (-sizes[index] * lives[index], index)),
         sorted(members, key=lambda index: (-lives[index], index)),
     ]
+    all_bytes, most_bytes = sum(sizes[index] for index in members), int(room.min())
+    tries = [
+        (
+            order,
+            *numpy.array([stretches[index] for index in order], numpy.int64).T,
+            numpy.array([sizes[index] for index in order], numpy.int64),
+        )
+        for order in orders
+    ]
     for part in range(NUM_SIZES, 0, -1):
-        arena_bytes = int(room.min()) * part // NUM_SIZES
-        for order in orders:
-            starts, ends = numpy.array([stretches[index] for index in order], numpy.int64).T
-            plain = numpy.array([sizes[index] for index in order], numpy.int64)
+        arena_bytes = most_bytes * part // NUM_SIZES
+        for order, starts, ends, plain in tries:
             found = numpy.empty(len(order), numpy.int64)
             is_sound = _place(starts, ends, plain, room - arena_bytes, arena_bytes, found)
             if is_sound and (placed_bytes := int(plain[found >= 0].sum())) > best_bytes:
                 best_bytes = placed_bytes
                 best = {index: offset for index, offset in zip(order, found.tolist(), strict=True) if offset >= 0}
-        if best_bytes == plain.sum():
+        if best_bytes == all_bytes:
             break
     return best
 

@@ -1,6 +1,7 @@
 """A Program with its memory and its times, moment by moment: the Plan of what runs.
 
-In: a Program, what its operations cost, and what the step holds besides. Out: a Plan. Nothing is decided here.
+In: a Program, what its operations cost, and what the step holds besides. Out: a Plan. Nothing is decided here but where
+in the arena values lie, and how much it may add to the peak.
 """
 
 from __future__ import annotations
