@@ -16,11 +16,12 @@ from torch.nn.functional import cross_entropy
 
 import undertow as ut
 from undertow.api.budget_planning import CostSource, Terms, find_plan, make_budget_planner, plan_for_budget
+from undertow.api.reports import report_plan
 from undertow.api.training import make_step
 from undertow.ir.check_plan import check_plan
 from undertow.ir.cost import Cost
 from undertow.ir.structure import tensors_in
-from undertow.models import SMALL
+from undertow.models import SMALL, ZOO
 from undertow.ops.placement import ALIGNMENT
 from undertow.runtime.cost_cache import load_costs, save_costs
 from undertow.runtime.measure import measure_call
@@ -422,3 +423,9 @@ def test_costs_are_read_as_they_were_written(tmp_path):
     costs = {"mm": Cost(10, 0), "addmm": Cost(7, 4096)}
     save_costs(tmp_path / "costs.json", costs)
     assert load_costs(tmp_path / "costs.json") == costs
+
+
+def test_no_time_is_spent_on_memory_where_there_is_room():
+    torch.manual_seed(0)
+    totals = report_plan(ZOO["resnet50"].build(), (torch.randn(4, 3, 64, 64),), costs="model").to_dict()["totals"]
+    assert (totals["num_encoded"], totals["num_recomputed"]) == (0, 0)

@@ -11,12 +11,15 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from undertow.api.budget_planning import Numerics, Terms
 from undertow.api.inspection import inspect
-from undertow.api.planning import plan
+from undertow.api.planning import derive, plan
+from undertow.capture.capture import capture
 from undertow.errors import CallError
 from undertow.ir import Node, Origin, TensorType, Value
 from undertow.models import SMALL, ZOO, vgg16
-from undertow.ops.work import work_of
+from undertow.ops.alternatives import Role, find_alternatives
+from undertow.ops.work import total_work, work_of
 from undertow.report.optimizer_state import count_optimizer_state
 
 FLOAT, INDEX = 4, 8  # bytes
@@ -125,6 +128,20 @@ def test_flops_are_those_of_the_flop_counter(name):
     result = inspect(model, inputs)
     assert result.forward.flops == forward.get_total_flops() > 0
     assert result.backward.flops == backward.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("name", ["lenet5", "vgg_small", "gpt"])
+def test_other_kernels_do_the_same_arithmetic(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, inputs = SMALL[name].build(), SMALL[name].example_inputs(3)
+    for mode, pattern in ((model.train(), (True,)), (model.eval(), (False,))):
+        program = capture(mode.forward, inputs, {}, mode).program
+        exact, fast = (derive(program, pattern, Terms(numerics=kind)) for kind in (Numerics.EXACT, Numerics.FAST))
+        assert total_work(exact.nodes).flops == total_work(fast.nodes).flops > 0
+        for item in find_alternatives(exact):
+            base = exact.nodes[item.position]
+            if item.role is Role.PART:
+                assert work_of(item.node).flops == work_of(base).flops // 2
 
 
 # oneDNN's LSTM keeps a workspace that a tensor without data does not show.

@@ -10,6 +10,7 @@ address space that no memory stands behind. Only oneDNN's kernel is known never 
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,11 +47,24 @@ def _weight_part(ct: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: 
     return aten.convolution_backward.default(ct, x, weight, bias_sizes, *geometry, wants)[1:]
 
 
+def _flops_of_half(ct: Tensor, weight: Tensor, x_shape: tuple[int, ...], is_transposed: bool) -> int:
+    """Every weight meets every position once."""
+    return 2 * ct.shape[0] * math.prod((x_shape if is_transposed else ct.shape)[2:]) * weight.numel()
+
+
+def _flops_of_input_part(ct: Tensor, weight: Tensor, x_shape: tuple[int, ...], *rest: Any) -> int:
+    return _flops_of_half(ct, weight, x_shape, rest[4])
+
+
+def _flops_of_weight_part(ct: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int:
+    return _flops_of_half(ct, weight, tuple(x.shape), rest[4])
+
+
 # (ct, weight, sizes and strides of x, stride, padding, dilation, transposed, output padding, groups) -> ct_x
-INPUT_PART = OwnOperation("convolution_backward.input", _input_part)
+INPUT_PART = OwnOperation("convolution_backward.input", _input_part, flops=_flops_of_input_part)
 
 # (ct, x, weight, sizes of the bias, stride, ..., groups, wants_bias) -> ct_weight, ct_bias
-WEIGHT_PART = OwnOperation("convolution_backward.weight", _weight_part, returns_tuple=True)
+WEIGHT_PART = OwnOperation("convolution_backward.weight", _weight_part, returns_tuple=True, flops=_flops_of_weight_part)
 
 
 def _parts(node: Node) -> Iterator[Node]:

@@ -36,7 +36,8 @@ _BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 @cache
 def forward_by(name: str) -> OwnOperation:
     """The forward pass by an algorithm: (x, weight, bias, stride, padding, dilation, groups, has_relu) -> y."""
-    return OwnOperation(f"convolution.{_short(name)}", partial(_forward, _BY_NAME[name]), writes_into=True)
+    operation = partial(_forward, _BY_NAME[name])
+    return OwnOperation(f"convolution.{_short(name)}", operation, writes_into=True, flops=_forward_flops)
 
 
 @cache
@@ -46,7 +47,8 @@ def backward_by(name: str) -> OwnOperation:
     `wants` says which of the three; y, the output of the forward pass with its ReLU, masks the cotangent, or is None.
     """
     operation = partial(_backward, _BY_NAME[name])
-    return OwnOperation(f"convolution_backward.{_short(name)}", operation, returns_tuple=True, writes_into=True)
+    short = f"convolution_backward.{_short(name)}"
+    return OwnOperation(short, operation, returns_tuple=True, writes_into=True, flops=_backward_flops)
 
 
 @cache
@@ -63,7 +65,7 @@ def prepared_by(name: str) -> OwnOperation:
     (x, prepared, bias, sizes of the weights, stride, padding, dilation, groups, residual, has_relu) -> y
     """
     operation = partial(_evaluate, _prepared_algorithm(name))
-    return OwnOperation(f"convolution_prepared.{_short(name)}", operation, writes_into=True)
+    return OwnOperation(f"convolution_prepared.{_short(name)}", operation, writes_into=True, flops=_evaluation_flops)
 
 
 def prepared_size(name: str, shape: ConvolutionShape) -> int:
@@ -167,6 +169,28 @@ def _backward_bytes(algorithm: Algorithm, shape: ConvolutionShape, wants: tuple[
     return algorithm.workspace_bytes(shape, Pass.BACKWARD_DATA if wants[0] else Pass.BACKWARD_WEIGHT)
 
 
+# Every weight meets every position of the output once, in each pass.
+def _forward_flops(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> int:
+    return shape_of(x, weight, *rest[:4]).flops
+
+
+def _backward_flops(ct: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int:
+    wants = rest[4]
+    return shape_of(x, weight, *rest[:4]).flops * sum(wants[:2])
+
+
+def _evaluation_flops(x: Tensor, prepared: Tensor, bias: Tensor | None, *rest: Any) -> int:
+    return shape_from(tuple(x.shape), *rest[:5]).flops
+
+
+def _input_part_flops(ct: Tensor, weight: Tensor, x_shape: Any, *rest: Any) -> int:
+    return shape_from(x_shape, tuple(weight.shape), *rest[:4]).flops
+
+
+def _weight_part_flops(ct: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int:
+    return shape_of(x, weight, *rest[:4]).flops
+
+
 @overload
 def _images(tensor: Tensor) -> Tensor: ...
 @overload
@@ -190,14 +214,16 @@ def _empty_image(shape: tuple[int, int, int, int]) -> Tensor:
 def _input_part_by(name: str) -> OwnOperation:
     """(ct, weight, sizes of x, stride, padding, dilation, groups, y) -> ct_x"""
     operation = partial(_input_part, _BY_NAME[name])
-    return OwnOperation(f"convolution_backward_input.{_short(name)}", operation, writes_into=True)
+    short = f"convolution_backward_input.{_short(name)}"
+    return OwnOperation(short, operation, writes_into=True, flops=_input_part_flops)
 
 
 @cache
 def _weight_part_by(name: str) -> OwnOperation:
     """(ct, x, weight, stride, padding, dilation, groups, wants_bias, y) -> ct_weight, ct_bias"""
     operation = partial(_weight_part, _BY_NAME[name])
-    return OwnOperation(f"convolution_backward_weight.{_short(name)}", operation, returns_tuple=True, writes_into=True)
+    short = f"convolution_backward_weight.{_short(name)}"
+    return OwnOperation(short, operation, returns_tuple=True, writes_into=True, flops=_weight_part_flops)
 
 
 def _input_part(algorithm: Algorithm, ct: Tensor, weight: Tensor, x_shape: Any, *rest: Any, out: Out = None) -> Tensor:

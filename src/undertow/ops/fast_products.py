@@ -6,6 +6,8 @@ twice on a few rows (8 x 25088 x 4096); slower on some, so each shape is measure
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,8 +30,12 @@ def _multiply_packed(left: Tensor, right: Tensor, out: Out = None) -> Tensor:
     return result
 
 
+def _flops(left: Tensor, right: Tensor, *_: Any) -> int:
+    return 2 * left.numel() * right.shape[1]
+
+
 # (left, right, bias or None) -> left @ right + bias
-PRODUCT = OwnOperation("mm.onednn", _multiply)
+PRODUCT = OwnOperation("mm.onednn", _multiply, flops=_flops)
 
 # (left, right) -> left @ right
-PACKED_PRODUCT = OwnOperation("mm.packed", _multiply_packed, writes_into=True)
+PACKED_PRODUCT = OwnOperation("mm.packed", _multiply_packed, writes_into=True, flops=_flops)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undertow.kernels.convolution import shape_of
 from undertow.ops.own import OwnOperation
 
 Pair = tuple[int, int]
@@ -36,6 +37,7 @@ class OnReordered:
     run: Callable[..., Tensor] = field(repr=False)
     reorder: OwnOperation = field(repr=False)
     settings_of: Callable[..., tuple[Any, ...]] = field(repr=False)
+    flops: Callable[..., int] = field(repr=False)
 
     def __call__(self, *args: Any) -> Tensor:
         return self.run(*args)
@@ -96,6 +98,8 @@ CONVOLUTION = OnReordered(
     _convolve,
     REORDER_CONVOLUTION,
     lambda x, weight, bias, *others: (tuple(x.shape), *others[:4]),
+    # A reordered tensor has the type of the weights it was made from.
+    lambda x, weight, bias, *others: shape_of(x, weight, *others[:4]).flops,
 )
 
 # (right, number of rows of the left factor) -> reordered
@@ -103,4 +107,10 @@ REORDER_PRODUCT = OwnOperation("mm_weight.onednn", _reorder_product, is_preparat
 
 # (left, reordered, bias or None, activation) -> activation(left @ right + bias)
 # Activations are named as oneDNN does, with the algorithm behind a blank: "none", "relu", "gelu none", "gelu tanh".
-PRODUCT_PREPARED = OnReordered("mm_prepared.onednn", _multiply, REORDER_PRODUCT, lambda left, *others: (left.shape[0],))
+PRODUCT_PREPARED = OnReordered(
+    "mm_prepared.onednn",
+    _multiply,
+    REORDER_PRODUCT,
+    lambda left, *others: (left.shape[0],),
+    lambda left, right, *others: 2 * left.numel() * right.shape[1],
+)

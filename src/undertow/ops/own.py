@@ -27,7 +27,8 @@ class OwnOperation:
     """An operation run by a Python function. `gradient(args, *cts)` gives a cotangent per argument.
 
     A preparation brings weights into the form in which another operation reads them: what it makes can be kept until
-    they change. One that `writes_into` what it is given takes `out`, a tensor or None per output.
+    they change. One that `writes_into` what it is given takes `out`, a tensor or None per output. `flops` of the
+    arguments are the multiplications and additions of its products, whichever algorithm saves some of them.
     """
 
     name: str
@@ -37,6 +38,7 @@ class OwnOperation:
     returns_tuple: bool = False
     is_preparation: bool = False
     writes_into: bool = False
+    flops: Callable[..., int] | None = field(default=None, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)

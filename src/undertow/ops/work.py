@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from undertow.ir import Node, TensorType, Value, map_values
+from undertow.ops.onednn import OnReordered
 from undertow.ops.opaque import ThroughAutograd
-from undertow.ops.own import Mutating, is_view
+from undertow.ops.own import Mutating, OwnOperation, Replayed, is_view
 from undertow.ops.schema import flatten_outputs, functional_of, schema_of
 
 aten = torch.ops.aten
@@ -112,6 +113,10 @@ _GATHERS = {"embedding", "index", "index_select", "gather", "take"}
 
 def _count_flops(target: Any, args: Any, kwargs: dict[str, Any], outputs: tuple[Any, ...]) -> int | None:
     """By the formula of the operation; None if there is none."""
+    if isinstance(target, Replayed):
+        return _count_flops(target.target, args[1:], kwargs, outputs)
+    if isinstance(target, OwnOperation | OnReordered):
+        return None if target.flops is None else target.flops(*args, **kwargs)
     if isinstance(target, Mutating):
         target = target.target
     if not isinstance(target, OpOverload):

@@ -28,7 +28,7 @@ import numpy as np
 from undertow.kernels.compiler import HAS_NUMBA
 from undertow.planner.bounds import lower_bound_peak
 from undertow.planner.instance import Instance, Int64s, replay
-from undertow.planner.search import WARM, Solution, minimum_peak, search
+from undertow.planner.search import FROZEN, WARM, Solution, minimum_peak, search
 
 NUM_LEVELS = 24
 # Moves per level. On GPT-2 with 12 layers (1,048 kinds) 100,000 give 4 % more extra time than 250,000, averaged over
@@ -40,6 +40,7 @@ MOST_REFINED_KINDS, MOST_MOVES_BEFORE = 2_000, 20_000
 DEAR = 0.02
 REFINING_MOVES_TIMES_KINDS, MOST_REFINING_MOVES = 1_600_000_000, 300_000  # of all levels together, and of one
 REFINING_TEMPERATURE = 0.1
+SETTLING_MOVES_PER_KIND = 30  # each formulation is tried several times
 NUM_THREADS = 2
 FEWER_MOVES = 1 if HAS_NUMBA else 200  # a move takes a microsecond compiled, and a few hundred in plain Python
 
@@ -112,6 +113,9 @@ def _find_curve(instance: Instance, seed: int, time_limit_s: float) -> Curve:
     if is_refined:
         tasks = _refining_tasks(_undominated(points), REFINING_MOVES_TIMES_KINDS // num_kinds)
         points += _search_all(instance, tasks, REFINING_TEMPERATURE, seed, deadline_s)
+    settling = min(SETTLING_MOVES_PER_KIND * num_kinds, most_moves) // FEWER_MOVES
+    tasks = [_Task(point.peak_bytes, point.schedule, settling) for point in _undominated(points)]
+    points += _search_all(instance, tasks, FROZEN, seed, deadline_s)
     return Curve(_undominated(points), bound, time.perf_counter() < deadline_s)
 
 

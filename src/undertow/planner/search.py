@@ -26,6 +26,7 @@ from undertow.planner.sequence import current_schedule, make_sequence
 # Temperatures in mean durations of a kind. On the public graphs one long cycle from hot beats many short ones; a search
 # with few moves per kind cannot cool down from that, and starts warm.
 HOT, WARM, COLD = 10.0, 0.5, 0.02
+FROZEN = 1e-6  # only what saves time is taken: an encoding that nothing needs may cost a thousandth of a mean duration
 HOT_MOVES_PER_KIND = 40_000
 # Moves of a whole search: enough for small instances to settle, fewer for large ones, where a move costs more.
 MOVES_PER_KIND, MOVES_TIMES_KINDS_SQUARED = 40_000, 10**13
@@ -79,7 +80,8 @@ class _Annealer:
         """Anneal from a schedule; returns the schedule the cycle ended with."""
         state = make_sequence(self.instance, start, self.is_fixed_order, self.budget_bytes, self.seed + self.num_moves)
         kinds = np.zeros(state[MAXIMUM_STACK], np.int64)
-        temperatures = self.mean_duration * hot * (COLD / hot) ** (np.arange(CHUNKS_PER_CYCLE + 1) / CHUNKS_PER_CYCLE)
+        cold = min(COLD, hot)
+        temperatures = self.mean_duration * hot * (cold / hot) ** (np.arange(CHUNKS_PER_CYCLE + 1) / CHUNKS_PER_CYCLE)
         before = self.record[BEST_TIME]
         price_step = min(MOST_PRICE_STEP, max(LEAST_PRICE_STEP, PRICE_RISE * WINDOW / num_moves))
         for chunk in range(CHUNKS_PER_CYCLE):
