@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import multiprocessing
 import os
 from dataclasses import replace
 
@@ -23,7 +24,8 @@ from undertow.ir.cost import Cost
 from undertow.ir.structure import tensors_in
 from undertow.models import SMALL, ZOO
 from undertow.ops.placement import ALIGNMENT
-from undertow.runtime.cost_cache import load_costs, save_costs
+from undertow.runtime import cost_cache
+from undertow.runtime.cost_cache import cache_path, keep_costs, load_costs
 from undertow.runtime.measure import measure_call
 from undertow.runtime.step import Step
 
@@ -419,10 +421,40 @@ def test_a_cost_cache_that_is_no_file_is_not_waited_for(tmp_path):
     assert load_costs(tmp_path / "costs.json") == {}
 
 
-def test_costs_are_read_as_they_were_written(tmp_path):
+def test_costs_are_read_as_they_were_written(tmp_path, monkeypatch):
     costs = {"mm": Cost(10, 0), "addmm": Cost(7, 4096)}
-    save_costs(tmp_path / "costs.json", costs)
+    keep_costs(tmp_path / "costs.json", costs)
+    monkeypatch.setattr(cost_cache, "_REMEMBERED", {})
     assert load_costs(tmp_path / "costs.json") == costs
+
+
+def test_the_stated_minimum_stands_whatever_other_processes_measure(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    network, x = small(), torch.randn(512, 64)
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        ut.plan(network, (x,), budget=1)
+    path = cache_path(torch.device("cpu"))
+    measured = load_costs(path)
+    monkeypatch.setattr(cost_cache, "_REMEMBERED", {})  # as in another process, which measured the same operations
+    others = {key: Cost(2 * cost.duration_ns, cost.workspace_bytes + 4096) for key, cost in measured.items()}
+    assert keep_costs(path, others) == measured
+    ut.plan(network, (x,), budget=refusal.value.minimum_bytes)
+
+
+def _keep_one_by_one(path, name):
+    for index in range(50):
+        keep_costs(path, {f"{name} {index}": Cost(index, 0)})
+
+
+def test_processes_that_share_the_cache_lose_nothing(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    arguments = [(tmp_path / "costs.json", name) for name in "abc"]
+    processes = [context.Process(target=_keep_one_by_one, args=pair) for pair in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert len(load_costs(tmp_path / "costs.json")) == 150
 
 
 def test_no_time_is_spent_on_memory_where_there_is_room():

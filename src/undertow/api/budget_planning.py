@@ -29,7 +29,7 @@ from undertow.report.optimizer_state import count_optimizer_state
 from undertow.report.peak import find_peak
 from undertow.report.plan_summary import explain
 from undertow.report.timeline import Role, Timeline
-from undertow.runtime.cost_cache import MAX_COSTS, cache_path, load_costs, save_costs
+from undertow.runtime.cost_cache import MAX_COSTS, cache_path, keep_costs, load_costs
 from undertow.runtime.costs import measure_costs, model_cost
 from undertow.runtime.graphs import is_for_graph, with_graph_memory, workspace_bytes
 
@@ -187,7 +187,7 @@ def _cost_table(nodes: list[Node], terms: Terms) -> Callable[[Node], Cost]:
         known.update({key: cached[key] for key in keys if key in cached and key not in given})
         # A given table may come from another machine: what is kept for this one is what was measured here.
         if measure_costs(nodes, known, _show_progress):
-            save_costs(path, cached | {key: cost for key, cost in known.items() if key not in given})
+            known.update(keep_costs(path, {key: known[key] for key in known if key not in given and key not in cached}))
     found = {key: known[key] for node in nodes if (key := signature(node)) in known}
     for key in list(known)[:-MAX_COSTS]:
         del known[key]

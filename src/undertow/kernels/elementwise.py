@@ -32,6 +32,7 @@ from typing import Any
 import numpy
 import torch
 
+from undertow.cache import cache_folder
 from undertow.kernels import float_functions, streaming
 from undertow.kernels.compiler import numba
 from undertow.kernels.threads import run_parallel
@@ -150,14 +151,9 @@ def _number(value: float) -> str:
     return f"numpy.float32({shown})"
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "undertow" / "kernels"
-
-
 def _write(source: str) -> Path | None:
     """The file that holds the source, or None where none can be had."""
-    path = _cache_folder() / f"{hashlib.sha256(source.encode()).hexdigest()}.py"
+    path = cache_folder() / "kernels" / f"{hashlib.sha256(source.encode()).hexdigest()}.py"
     try:
         if path.exists() and path.read_bytes() == source.encode():
             return path

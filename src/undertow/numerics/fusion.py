@@ -134,9 +134,9 @@ class _Pass:
             if source in owner:
                 owner[source].makes[source] = source
         if not self.is_backward:
-            for value in self.fuser.kept:
-                if value in owner:
-                    owner[value].makes[value] = value
+            for value, piece in owner.items():  # in their order: the least memory of a step may not hang on addresses
+                if value in self.fuser.kept:
+                    piece.makes[value] = value
         return [node for piece in self._sort() for node in self._emit(piece)]
 
     def _join(self) -> list[_Piece]:

@@ -1,5 +1,9 @@
 """Measured costs on disk, one file per machine and version, under the user's cache folder.
 
+A cost that was kept stands: whoever measures it a second time takes what is there. Plans of other processes and later
+days are then made from the same numbers, and the least memory that one of them stated is the least for all. Processes
+that share the file take turns at it, by a lock beside it. What this process measured it also remembers itself.
+
 A cache is a convenience: one that cannot be read is measured anew, one that cannot be written is reported and left.
 """
 
@@ -14,23 +18,25 @@ import warnings
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
+from undertow.cache import cache_folder
 from undertow.ir.cost import Cost
 
 MAX_FILE_BYTES = 64 << 20  # a file from elsewhere is not read without end
 MAX_COSTS = 1 << 16  # inputs that change shape at every step would fill the disk
 # An hour in nanoseconds, 4 TiB: more was not measured here. The planner adds up such numbers in 64 bits.
 MAX_AMOUNT = 1 << 42
+LOCK_TIMEOUT_S = 10.0  # reading and writing the largest file takes a second
 # Raised where a kernel of our own comes to take another time or workspace: older measurements are left aside.
 KERNELS = 3
 
 
 def cache_path(device: torch.device) -> Path:
     """The file for this machine, device, number of threads, version of PyTorch and our kernels."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     identity = f"{name}|{torch.get_num_threads()}|{torch.__version__}|{KERNELS}"
-    return Path(root) / "undertow" / f"costs-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / f"costs-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
 def _processor() -> str:
@@ -41,7 +47,34 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
+_REMEMBERED: dict[Path, dict[str, Cost]] = {}
+
+
 def load_costs(path: Path) -> dict[str, Cost]:
+    """The costs in a file, and those that this process kept or tried to keep there."""
+    return _REMEMBERED.get(path, {}) | _read(path)
+
+
+def keep_costs(path: Path, measured: dict[str, Cost]) -> dict[str, Cost]:
+    """Add what was measured to a file. Returns the costs of the same operations that count from now on."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S):
+            costs = _add_new(load_costs(path), measured)
+            _write(path, costs)
+    except (OSError, Timeout, NotImplementedError) as error:
+        warnings.warn(f"measured costs could not be kept in {path}: {error}; planning goes on", stacklevel=2)
+        costs = _add_new(load_costs(path), measured)
+    found = {key: costs[key] for key in measured}
+    _REMEMBERED.setdefault(path, {}).update(found)
+    return found
+
+
+def _add_new(known: dict[str, Cost], measured: dict[str, Cost]) -> dict[str, Cost]:
+    return known | {key: cost for key, cost in measured.items() if key not in known}
+
+
+def _read(path: Path) -> dict[str, Cost]:
     """The costs in a file; none if there is no such file, or anything in it that was not written here."""
     try:
         if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
@@ -58,16 +91,15 @@ def _is_amount(amount: object) -> bool:
     return type(amount) is int and 0 <= amount <= MAX_AMOUNT
 
 
-def save_costs(path: Path, costs: dict[str, Cost]) -> None:
+def _write(path: Path, costs: dict[str, Cost]) -> None:
     """Write a new file and rename it, so that a reader never sees half of one; the latest costs come last."""
     kept = list(costs.items())[-MAX_COSTS:]
     text = json.dumps({key: (cost.duration_ns, cost.workspace_bytes) for key, cost in kept})
     fresh = path.with_suffix(f".{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         fresh.write_text(text)
         os.replace(fresh, path)
-    except OSError as error:
-        warnings.warn(f"measured costs could not be kept in {path}: {error}; planning goes on", stacklevel=2)
+    except OSError:
         with contextlib.suppress(OSError):
             fresh.unlink()
+        raise
