@@ -9,7 +9,7 @@ import torch
 
 import undertow.ops  # noqa: F401  (registers every family)
 from undertow.ops.registry import Case, Op, Sampler, registered_ops
-from undertow.ops.schema import schema_of
+from undertow.ir.schema import schema_of
 
 # The samples are drawn in float64; what a sample holds in float32 is there for the mixture of precisions.
 PRECISIONS = {

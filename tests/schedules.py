@@ -84,7 +84,7 @@ def scheduled_plan(
 def _kind(problem: Problem, name: str, role: Role | None = None) -> int:
     """The kind that makes the value `name`, or an alternative of that node."""
     base = problem.program
-    position = next(i for i, node in enumerate(base.nodes) if name in {v.name for v in node.kept_outputs})
+    position = next(i for i, node in enumerate(base.nodes) if name in {v.name for v in node.named_outputs})
     return next(
         index
         for index, kind in enumerate(problem.kinds)
@@ -108,7 +108,7 @@ def _recompute(problem: Problem, schedule: list[int], name: str) -> list[int]:
 
 def _encode(problem: Problem, schedule: list[int], name: str) -> list[int]:
     """The value's own codec if it has one, else the operation that can read its code."""
-    value = next(v for node in problem.program.nodes for v in node.kept_outputs if v.name == name)
+    value = next(v for node in problem.program.nodes for v in node.named_outputs if v.name == name)
     encode = next(
         index
         for index, kind in enumerate(problem.kinds)

@@ -70,9 +70,9 @@ def inserted(plan, place, node, base):
     def insert(items, item):
         return (*items[:place], item, *items[place:])
 
-    original = plan.base.nodes[base].kept_outputs
+    original = plan.base.nodes[base].named_outputs
     storage = dict(plan.tables.storage)
-    storage |= {new: storage[old] for new, old in zip(node.kept_outputs, original, strict=True)}
+    storage |= {new: storage[old] for new, old in zip(node.named_outputs, original, strict=True)}
     tables = replace(
         plan.tables,
         storage=storage,
@@ -85,10 +85,10 @@ def inserted(plan, place, node, base):
         program=replace(
             plan.program,
             nodes=insert(plan.program.nodes, node),
-            num_forward_nodes=plan.program.num_forward_nodes + 1,
+            boundary=plan.program.boundary + 1,
         ),
         bases=insert(plan.bases, base),
-        repeats=plan.repeats | dict(zip(node.kept_outputs, original, strict=True)),
+        repeats=plan.repeats | dict(zip(node.named_outputs, original, strict=True)),
         live_bytes=insert(plan.live_bytes, plan.live_bytes[place - 1]),
         tables=tables,
     )
@@ -107,7 +107,7 @@ def test_the_plan_itself_is_sound(plan):
 def test_freed_too_early(plan):
     frees = [list(row) for row in plan.tables.frees]
     storage, late = next((row[0], index) for index, row in enumerate(frees) if row and index > 20)
-    born = next(i for i, n in enumerate(plan.nodes) if storage in {plan.tables.storage[v] for v in n.kept_outputs})
+    born = next(i for i, n in enumerate(plan.nodes) if storage in {plan.tables.storage[v] for v in n.named_outputs})
     reader = next(n for n in plan.nodes[born + 1 :] if storage in {plan.tables.storage[item] for item in n.inputs})
     frees[late].remove(storage)
     frees[born].append(storage)
@@ -185,8 +185,8 @@ def test_recomputing_from_an_overwritten_input(plan):
         and any(node.args[0] in other.inputs for other in plan.nodes[:index])
     )
     overwritten = plan.nodes[writer].args[0]
-    first = next(i for i, node in enumerate(plan.nodes[:writer]) if overwritten in node.inputs and node.kept_outputs)
-    again = tuple(replace(value, name=f"{value.name}_late") for value in plan.nodes[first].kept_outputs)
+    first = next(i for i, node in enumerate(plan.nodes[:writer]) if overwritten in node.inputs and node.named_outputs)
+    again = tuple(replace(value, name=f"{value.name}_late") for value in plan.nodes[first].named_outputs)
     late = replace(plan.nodes[first], outputs=again)
     with pytest.raises(PlanError, match=rf"{late.name}.*reads {overwritten}, which .* overwrote"):
         check_plan(inserted(plan, writer + 1, late, plan.bases[first]))
@@ -196,7 +196,7 @@ def test_reading_a_parameter_that_was_updated(plan):
     update = next(i for i, node in enumerate(plan.nodes) if isinstance(node.target, UpdateParameter))
     parameter = plan.nodes[update].args[0]
     first = next(i for i, node in enumerate(plan.nodes) if parameter in node.inputs)
-    again = [replace(value, name=f"{value.name}_late") for value in plan.nodes[first].kept_outputs]
+    again = [replace(value, name=f"{value.name}_late") for value in plan.nodes[first].named_outputs]
     late = replace(plan.nodes[first], outputs=tuple(again))
     with pytest.raises(PlanError, match=rf"{late.name}.*reads {parameter}, which .*update_sgd.* overwrote"):
         check_plan(inserted(plan, update + 1, late, plan.bases[first]))
@@ -234,7 +234,7 @@ def test_wrong_order(plan):
     position = next(
         index
         for index in range(1, len(plan.nodes))
-        if set(plan.nodes[index].inputs) & set(plan.nodes[index - 1].kept_outputs)
+        if set(plan.nodes[index].inputs) & set(plan.nodes[index - 1].named_outputs)
     )
     with pytest.raises(PlanError, match="before it is assigned"):
         check_plan(moved(plan, position, position - 1))
@@ -327,7 +327,7 @@ def test_an_update_that_does_not_run(plan):
         duration_ns=without(plan.tables.duration_ns),
     )
     program = replace(
-        plan.program, nodes=without(plan.program.nodes), num_forward_nodes=plan.program.num_forward_nodes - 1
+        plan.program, nodes=without(plan.program.nodes), boundary=plan.program.boundary - 1
     )
     broken = replace(
         plan, program=program, bases=without(plan.bases), live_bytes=without(plan.live_bytes), tables=tables

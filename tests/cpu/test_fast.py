@@ -115,7 +115,7 @@ def test_values_lie_as_the_program_says(name):
     with torch.no_grad():
         for node in program.nodes:
             run_node(node, environment)
-            for value in node.kept_outputs:
+            for value in node.named_outputs:
                 if isinstance(value.type, TensorType) and len(value.type.shape) == 4:
                     # The stride of a dim of size 1 moves nothing.
                     wide = [dim for dim, size in enumerate(value.type.shape) if size > 1]
@@ -137,7 +137,7 @@ def test_alternatives_make_the_same_bits(name):
                     if item.role is Role.ENCODE:
                         environment[item.code] = others[item.code]
                         continue
-                    for value in item.node.kept_outputs:
+                    for value in item.node.named_outputs:
                         assert torch.equal(others[value], environment[value]), item.node
 
 

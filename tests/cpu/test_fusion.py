@@ -91,9 +91,9 @@ def test_norm_activation_and_sum_are_one_group(programs: list[Program]) -> None:
     ut.train_step(model, args, targets=targets, loss=loss)
     before, after = programs
     assert len(after.nodes) < len(before.nodes)
-    convolutions = [node for node in after.forward_nodes if node.name == "convolution"]
+    convolutions = [node for node in after.first_pass if node.name == "convolution"]
     # One group behind each convolution, and those of pooling and loss.
-    assert len([node for node in after.forward_nodes if node.name.startswith("fused")]) <= len(convolutions) + 3
+    assert len([node for node in after.first_pass if node.name.startswith("fused")]) <= len(convolutions) + 3
 
 
 def test_weights_in_another_precision_are_not_kept(programs: list[Program]) -> None:

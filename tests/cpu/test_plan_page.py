@@ -66,7 +66,7 @@ def long_plan(num_layers):
         inputs=(Input(x, InputKind.ARGUMENT, "x"),),
         nodes=tuple(nodes),
         outputs=(hidden[-1],),
-        num_forward_nodes=num_layers,
+        boundary=num_layers,
         cotangents=(Input(cotangents[-1], InputKind.COTANGENT, "h"),),
         gradients=(Gradient(x, cotangents[0]),),
     )

@@ -27,7 +27,7 @@ def most_large_blocks(plan):
     storage, sizes = plan.tables.storage, plan.tables.storage_bytes
     alive, most = set(), 0
     for node, frees in zip(plan.nodes, plan.tables.frees, strict=True):
-        alive |= {storage[value] for value in node.kept_outputs if sizes[storage[value]] > MIB}
+        alive |= {storage[value] for value in node.named_outputs if sizes[storage[value]] > MIB}
         most = max(most, len(alive))
         alive -= set(frees)
     return most

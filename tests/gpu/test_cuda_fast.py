@@ -67,7 +67,7 @@ def test_odd_sizes_are_padded():
     targets = torch.randint(50_257, (128,), device="cuda")
     eager = copy.deepcopy(model)
     step = ut.train_step(model, (x,), targets=(targets,), loss=torch.nn.functional.cross_entropy, numerics="fast")
-    shapes = [node.kept_outputs[0].tensor_type.shape for node in step.plan.nodes if node.name == "mm"]
+    shapes = [node.named_outputs[0].tensor_type.shape for node in step.plan.nodes if node.name == "mm"]
     assert all(size % 8 == 0 for shape in shapes for size in shape)
     loss = torch.nn.functional.cross_entropy(eager(x), targets)
     loss.backward()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from undertow.ops.destinations import Destination, destination_of
 from undertow.ops.own import Mutating, function_of
-from undertow.ops.schema import flatten_outputs, inplace_of
+from undertow.ir.schema import flatten_outputs, inplace_of
 
 EMPTY = torch.ops.aten.empty_like.default  # promises nothing of what it makes
 

@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import undertow as ut
 from undertow.ir import operation_name
 from undertow.ops import registry
-from undertow.ops.registry import Call, Case, Op, Sampler, Vjp, bind_arguments, registered_ops
-from undertow.ops.schema import schema_of
+from undertow.ir.schema import bind_arguments
+from undertow.ops.registry import Call, Case, Op, Sampler, Vjp, registered_ops
+from undertow.ir.schema import schema_of
 
 aten = torch.ops.aten
 EPS = torch.finfo(torch.float64).eps

@@ -6,7 +6,7 @@ import torch
 from undertow.ir import TensorType
 from undertow.ops.oversized import compact_of, oversized_operations
 from undertow.ops.registry import Sampler, registered_ops
-from undertow.ops.schema import flatten_outputs, schema_of
+from undertow.ir.schema import flatten_outputs, schema_of
 
 
 def excess_bytes(target, case):

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from undertow.ops.registry import Call, Case, Op, Vjp, bind_arguments, find_op
+from undertow.ir.schema import bind_arguments
+from undertow.ops.registry import Call, Case, Op, Vjp, find_op
 
 aten = torch.ops.aten
 

@@ -45,7 +45,7 @@ class Example:
             inputs=(Input(self.values["x"], InputKind.ARGUMENT, "x"),),
             nodes=tuple(nodes),
             outputs=(self.values["d"],),
-            num_forward_nodes=num_forward,
+            boundary=num_forward,
             cotangents=(Input(self.values["ct_d"], InputKind.COTANGENT, "d"),),
             gradients=(Gradient(self.values["x"], self.values["ct_x"]),),
         )

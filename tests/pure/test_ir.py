@@ -38,7 +38,7 @@ def program(**changes):
         ),
         outputs=(Z,),
         differentiable=frozenset((X, Y, Z)),
-        num_forward_nodes=2,
+        boundary=2,
         cotangents=(Input(CT, InputKind.COTANGENT, "z"),),
         gradients=(Gradient(X, GX),),
     )
@@ -64,7 +64,7 @@ OTHER = Value("w", F32)
 SMALL = Value("gx", TensorType(torch.float32, (3,), (1,), torch.device("cpu")))
 MALFORMED = {
     "read before assigned": ({"nodes": program().nodes[::-1]}, "not assigned yet"),
-    "assigned twice": ({"nodes": program().nodes[:1] * 2, "num_forward_nodes": 2}, "assigned already"),
+    "assigned twice": ({"nodes": program().nodes[:1] * 2, "boundary": 2}, "assigned already"),
     "missing output": ({"outputs": (OTHER,)}, "never assigned"),
     "update of no input": ({"updates": (Update(Y, Z),)}, "not an input"),
     "gradient of no input": ({"gradients": (Gradient(Y, GX),)}, "not an input"),
@@ -75,7 +75,7 @@ MALFORMED = {
         },
         "is required",
     ),
-    "too many forward nodes": ({"num_forward_nodes": 9}, "num_forward_nodes"),
+    "too many forward nodes": ({"boundary": 9}, "boundary"),
     "integer gradient": (
         {"differentiable": frozenset([Value("i", TensorType(torch.int64, (), (), torch.device("cpu")))])},
         "cannot carry a gradient",

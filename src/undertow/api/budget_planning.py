@@ -19,15 +19,11 @@ from undertow.ir.check_plan import check_plan
 from undertow.ir.cost import Cost, signature
 from undertow.ir.plan import Outcome
 from undertow.ops.alternatives import find_alternatives
-from undertow.ops.fused import compile_groups
-from undertow.ops.interpret import generators_of
-from undertow.ops.opaque import CustomFunction
-from undertow.ops.own import GENERATOR_STATE, GUARDS
-from undertow.ops.updates import SEPARABLE_OPTIMIZERS, StepAfterwards
+from undertow.ops.interpret import NO_LIVE, generator_of, state_type_of
+from undertow.ops.updates import SEPARABLE_OPTIMIZERS
 from undertow.planner.plan import Planner, make_planner
 from undertow.report.optimizer_state import count_optimizer_state
 from undertow.report.peak import find_peak
-from undertow.report.plan_summary import explain
 from undertow.report.timeline import Role, Timeline
 from undertow.runtime.cost_cache import MAX_COSTS, cache_path, keep_costs, load_costs
 from undertow.runtime.costs import measure_costs, model_cost
@@ -130,11 +126,10 @@ def held_bytes(
             item.value.type.allocated_bytes for item in program.inputs if item.kind is InputKind.PREPARED
         ),
     }
-    if program.cotangents or any(node.target in GUARDS for node in program.forward_nodes):
+    if program.cotangents or any(node.operation.is_guard for node in program.first_pass):
         # Kept with every forward pass, so that a second backward pass, or another way at a branch, can run it again.
-        held["generator states"] = sum(
-            generator.get_state().numel() for generator in generators_of(program.forward_nodes)
-        )
+        drawing = {generator_of(node): node for node in program.first_pass if node.operation.is_random}
+        held["generator states"] = sum(state_type_of(node).num_bytes for node in drawing.values())
     if optimizer is not None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         held["optimizer state"] = count_optimizer_state(optimizer, trained).num_bytes or 0
@@ -154,13 +149,16 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(blocks.get(address, storage.nbytes()) for address, storage in storages.items())
 
 
-def make_budget_planner(program: Program, held: Mapping[str, int], terms: Terms) -> Planner:
+def make_budget_planner(
+    program: Program, held: Mapping[str, int], terms: Terms, live: Mapping[str, Any] = NO_LIVE
+) -> Planner:
     """Measure what is not known yet, and find the curve of the step."""
     alternatives = find_alternatives(program)
     nodes = [*program.nodes, *(alternative.node for alternative in alternatives)]
-    nodes += [part for node in program.nodes if isinstance(node.target, StepAfterwards) for part in node.target.parts()]
-    compile_groups(nodes)
-    cost_of = _cost_table(nodes, terms)
+    for node in nodes:
+        if node.operation.compile is not None:
+            node.operation.compile()
+    cost_of = _cost_table(nodes, terms, live)
     return make_planner(
         program,
         alternatives,
@@ -173,30 +171,33 @@ def make_budget_planner(program: Program, held: Mapping[str, int], terms: Terms)
 
 def measured_costs(terms: Terms, nodes: Sequence[Node]) -> Callable[[Node], Cost]:
     """The measured cost of nodes such as these; kernels are chosen by it whatever the plan is made from."""
-    return _cost_table(list(nodes), replace(terms, costs=CostSource.MEASURED))
+    return _cost_table(list(nodes), replace(terms, costs=CostSource.MEASURED), NO_LIVE)
 
 
-def _cost_table(nodes: list[Node], terms: Terms) -> Callable[[Node], Cost]:
+def _cost_table(nodes: list[Node], terms: Terms, live: Mapping[str, Any]) -> Callable[[Node], Cost]:
     known = terms.table
+    parts = {node: node.operation.parts(node, live) for node in nodes if node.operation.parts is not None}
+    nodes = nodes + [part for found in parts.values() for part in found.nodes]
     if terms.costs is CostSource.MEASURED:
-        device = next((value.tensor_type.device for node in nodes for value in node.kept_outputs), torch.device("cpu"))
+        device = next((value.tensor_type.device for node in nodes for value in node.named_outputs), torch.device("cpu"))
         path = cache_path(device)
         cached = load_costs(path)
         given = dict(known)
         keys = {signature(node) for node in nodes}
         known.update({key: cached[key] for key in keys if key in cached and key not in given})
         # A given table may come from another machine: what is kept for this one is what was measured here.
-        if measure_costs(nodes, known, _show_progress):
+        if measure_costs(nodes, known, live, _show_progress):
             known.update(keep_costs(path, {key: known[key] for key in known if key not in given and key not in cached}))
     found = {key: known[key] for node in nodes if (key := signature(node)) in known}
     for key in list(known)[:-MAX_COSTS]:
         del known[key]
 
     def cost_of(node: Node) -> Cost:
-        if node.target is GENERATOR_STATE:  # noted beside a draw that is to be repeated: part of that draw
+        if node.operation.costs_nothing:
             return Cost(0, 0)
-        if isinstance(node.target, StepAfterwards):
-            return node.target.cost([cost_of(part) for part in node.target.parts()])
+        if node.operation.parts is not None:
+            whole = parts[node] if node in parts else node.operation.parts(node, live)
+            return whole.combine([cost_of(part) for part in whole.nodes])
         key = signature(node)
         if key not in found:
             found[key] = known[key] if key in known else model_cost(node)
@@ -217,7 +218,7 @@ def _show_progress(items: list[Any]) -> Iterable[Any]:
 
 def notes_of(program: Program) -> tuple[str, ...]:
     """What the plan of a program cannot see."""
-    names = {str(node.target) for node in program.nodes if isinstance(node.target, CustomFunction)}
+    names = {node.name for node in program.nodes if node.operation.runs_user_code}
     if not names:
         return ()
     return (f"what custom autograd Functions keep and allocate inside is not counted: {', '.join(sorted(names))}",)
@@ -227,24 +228,24 @@ def notes_of(program: Program) -> tuple[str, ...]:
 DeriveStep = Callable[[Terms], tuple[Program, Mapping[str, int]]]
 
 
-def plan_for_budget(derive_step: DeriveStep, terms: Terms) -> tuple[Plan, Planner]:
+def plan_for_budget(derive_step: DeriveStep, terms: Terms, live: Mapping[str, Any]) -> tuple[Plan, Planner]:
     """The checked plan within the budget, and the planner it is from.
 
     Raises InfeasibleBudget with the least that would do. Where kernels may round otherwise, those of least workspace
     are tried before that: they are planned with if `terms` allow other bits, and named by the refusal if not.
     """
     program, held = derive_step(terms)
-    planner = make_budget_planner(program, held, terms)
+    planner = make_budget_planner(program, held, terms, live)
     plan, notes = find_plan(planner, terms.budget_bytes), notes_of(program)
     if plan is None:
-        smaller = _smaller_kernels(program, derive_step, terms)
+        smaller = _smaller_kernels(program, derive_step, terms, live)
         plan = find_plan(smaller, terms.budget_bytes) if smaller is not None and terms.allows_other_bits else None
         if smaller is None or plan is None:
             raise _refusal(planner, smaller, terms)
         planner = smaller
         notes += ("the fastest kernels do not fit: those of least workspace run, and round otherwise",)
     plan = _leave_room_for_graph(planner, plan)
-    return replace(check_plan(plan), explainer=explain, notes=notes), planner
+    return replace(check_plan(plan), notes=notes), planner
 
 
 def _leave_room_for_graph(planner: Planner, plan: Plan) -> Plan:
@@ -271,7 +272,9 @@ def find_plan(planner: Planner, budget_bytes: int | None) -> Plan | None:
     return planner.plan_within(budget_bytes)
 
 
-def _smaller_kernels(program: Program, derive_step: DeriveStep, terms: Terms) -> Planner | None:
+def _smaller_kernels(
+    program: Program, derive_step: DeriveStep, terms: Terms, live: Mapping[str, Any]
+) -> Planner | None:
     """The planner of the step by kernels of least workspace; None where those are the kernels of `program`."""
     if terms.numerics is Numerics.EXACT:
         return None
@@ -279,7 +282,7 @@ def _smaller_kernels(program: Program, derive_step: DeriveStep, terms: Terms) ->
     other, held = derive_step(terms)
     if [signature(node) for node in other.nodes] == [signature(node) for node in program.nodes]:
         return None
-    return make_budget_planner(other, held, terms)
+    return make_budget_planner(other, held, terms, live)
 
 
 def _refusal(planner: Planner, smaller: Planner | None, terms: Terms) -> InfeasibleBudget:

@@ -29,7 +29,7 @@ from undertow.errors import CallError, GradientCheckFailed
 from undertow.ir import Input, InputKind, Node, Program, Value
 from undertow.ir.structure import fill_slots, replace_tensors, tensors_in
 from undertow.ops.interpret import generators_of, run_node
-from undertow.ops.own import GUARDS, is_random
+from undertow.ops.own import bind
 from undertow.runtime.direct import DirectRun
 
 SAFETY = 8.0
@@ -209,7 +209,7 @@ class _Subject:
         ]
         if not self.wanted:
             raise CallError("there is nothing to check: no parameter or argument in floating point carries a gradient")
-        self.generators = generators_of(program.forward_nodes)
+        self.generators = [bind(item, self.captured.live) for item in generators_of(program.first_pass)]
         self.states = [generator.get_state() for generator in self.generators]
         self.weights = [self._normal(tensor) for tensor in self._float_outputs(self._evaluate_output({}))]
         self.gradients = self._analytic()
@@ -248,13 +248,13 @@ class _Subject:
         found: dict[str, Disagreement] = {}
         self._restore_generators()
         with torch.no_grad():
-            for node in program.forward_nodes:
-                states = [generator.get_state() for generator in self.generators] if is_random(node.target) else []
-                run_node(node, environment)
+            for node in program.first_pass:
+                states = [generator.get_state() for generator in self.generators] if node.operation.is_random else []
+                run_node(node, environment, self.captured.live)
                 inputs = [value for value in dict.fromkeys(node.inputs) if value in program.differentiable]
                 if (
                     inputs
-                    and node.target not in GUARDS
+                    and not node.operation.is_guard
                     and any(value in program.differentiable for value in node.outputs)
                 ):
                     found_here = self._check_node(node, inputs, environment, states)
@@ -271,12 +271,12 @@ class _Subject:
             differentiable=frozenset(
                 value for value in (*node.inputs, *node.outputs) if value in self.captured.program.differentiable
             ),
-            num_forward_nodes=1,
+            boundary=1,
         )
         given = [environment[item.value] for item in program.inputs]
         joint = differentiate(program, program.outputs, inputs)
         self._set_generators(states)
-        run = DirectRun(joint, given)
+        run = DirectRun(joint, self.captured.live, given)
         weights = [self._normal(output) for output in run.outputs]
         gradients = run.backward(weights[: len(joint.cotangents)])
         moved = {value: self._normal(environment[value]) for value in inputs}
@@ -287,7 +287,7 @@ class _Subject:
             local = dict(environment)
             local.update({value: environment[value] + step * part for value, part in moved.items()})
             self._set_generators(states)
-            run_node(node, local)
+            run_node(node, local, self.captured.live)
             outputs = [local[value] for value in program.outputs]
             return sum(float((output * weight).sum()) for output, weight in zip(outputs, weights, strict=True))
 
@@ -303,7 +303,7 @@ class _Subject:
         joint = differentiate(program, outputs, [item.value for item in self.wanted])
         self._restore_generators()
         with torch.no_grad():
-            run = DirectRun(replace(joint, updates=()), self.bound)
+            run = DirectRun(replace(joint, updates=()), self.captured.live, self.bound)
             result = fill_slots(self.captured.skeleton, run.outputs)
             weight_of = {
                 id(output): weight for output, weight in zip(self._float_outputs(result), self.weights, strict=True)

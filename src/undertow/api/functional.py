@@ -146,7 +146,7 @@ class _Recorded:
         """Run forward; also which of `outputs` take a cotangent."""
         joint = self.differentiate(outputs, is_composed=self.is_nested)
         places = [list(outputs).index(_seeded(joint, index)) for index in range(len(joint.cotangents))]
-        return DirectRun(joint, self.bind(joint), self.is_nested), places
+        return DirectRun(joint, self.captured.live, self.bind(joint), self.is_nested), places
 
     def differentiate(self, outputs: Sequence[Value], is_composed: bool) -> Program:
         """The recorded Program with its backward pass from `outputs`."""
@@ -199,7 +199,8 @@ class _SecondOrder:
             )
             for item in first.cotangents
         ]
-        self._run = DirectRun(second, [*self.recorded.bind(second), *seeds], self.recorded.is_nested)
+        inputs = [*self.recorded.bind(second), *seeds]
+        self._run = DirectRun(second, self.recorded.captured.live, inputs, self.recorded.is_nested)
 
     def product(self, vectors: list[torch.Tensor]) -> dict[Value, Any]:
         """The Hessian times `vectors`, one per leaf."""

@@ -27,7 +27,7 @@ from undertow.api.budget_planning import (
 from undertow.api.calls import check_call, check_optimizer
 from undertow.api.precision import with_precision
 from undertow.autodiff.backward import differentiate
-from undertow.capture.capture import capture
+from undertow.capture.capture import Captured, capture
 from undertow.capture.origins import place_of
 from undertow.errors import CallError, InfeasibleBudget
 from undertow.ir import Plan, Program
@@ -38,11 +38,10 @@ from undertow.numerics.fusion import fuse
 from undertow.numerics.layout import use_channels_last
 from undertow.numerics.preparation import hold_prepared
 from undertow.ops.cleaning import forget_unread, remove_unused
-from undertow.ops.fused import compile_groups
+from undertow.ops.interpret import NO_LIVE
 from undertow.ops.oversized import compact_oversized
 from undertow.ops.shape_only import forget_shape_only_reads
 from undertow.ops.tables import make_plan
-from undertow.report.plan_summary import explain
 from undertow.runtime.planned import Runner, differentiable_outputs, guess_pattern, make_planned
 from undertow.runtime.step import Pattern
 
@@ -94,10 +93,11 @@ class RunnerMaker:
 
     def __call__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> Runner:
         forward = with_precision(self.terms.numerics, module, forward)
-        return Runner(module, forward, capture, partial(self.plan_step, module), place_of, guess_pattern)
+        return Runner(module, forward, capture, partial(self.plan_step, module), place_of, guess_pattern, NO_LIVE)
 
-    def plan_step(self, module: torch.nn.Module, program: Program, pattern: Pattern) -> Plan:
+    def plan_step(self, module: torch.nn.Module, captured: Captured, pattern: Pattern) -> Plan:
         """The plan for gradients from the outputs marked in `pattern`."""
+        program, live = captured.program, captured.live
 
         @cache
         def derive_step(is_holding: bool, terms: Terms) -> tuple[Program, dict[str, int]]:
@@ -109,14 +109,14 @@ class RunnerMaker:
         if self.terms.budget_bytes is None:
             derived, held = holding(self.terms)
             notes = notes_of(derived)
-            return make_plan(derived, held=held, table=self.terms.table, notes=notes, explainer=explain)
+            return make_plan(derived, held=held, table=self.terms.table, notes=notes)
         try:
-            return plan_for_budget(holding, self.terms)[0]
+            return plan_for_budget(holding, self.terms, live)[0]
         except InfeasibleBudget:
             if holding(self.terms)[0].preparation is None:
                 raise
         # Where prepared weights do not fit, they are made in every call, with the same bits.
-        return plan_for_budget(partial(derive_step, False), self.terms)[0]
+        return plan_for_budget(partial(derive_step, False), self.terms, live)[0]
 
 
 def derive(program: Program, pattern: Pattern, terms: Terms, *, is_strict: bool = False) -> Program:
@@ -134,7 +134,9 @@ def derive(program: Program, pattern: Pattern, terms: Terms, *, is_strict: bool 
     program = remove_unused(program)
     if is_fast and _is_on_gpu(program):
         program = lay_out_gradients(fuse(program))
-        compile_groups(program.nodes)
+        for node in program.nodes:
+            if node.operation.compile is not None:
+                node.operation.compile()
     elif is_fast:
         program = lay_out_gradients(choose_kernels(program, partial(measured_costs, terms), _RANKING[terms.preference]))
     return compact_oversized(program)

@@ -98,7 +98,7 @@ def report_plan(
         program = derive(captured.program, guess_pattern(captured), terms)
         return program, held_bytes(model, program, optimizer)
 
-    plan, planner = plan_for_budget(derive_step, terms)
+    plan, planner = plan_for_budget(derive_step, terms, captured.live)
     curve = tuple((point.peak_bytes, point.time / 1e3) for point in planner.curve.points)
     if terms.costs is CostSource.MODEL:
         return PlanReport(plan, curve, None)

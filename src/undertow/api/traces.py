@@ -52,8 +52,8 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         else captured.tensor_behind(item, tensors, modules)
         for item in whole.inputs
     ]
-    found = dict(zip(outputs, DirectRun(whole, inputs).outputs, strict=True))
-    makers = {value: node for node in program.nodes for value in node.outputs if value is not None}
+    found = dict(zip(outputs, DirectRun(whole, captured.live, inputs).outputs, strict=True))
+    makers = program.makers
     return Trace(
         tuple(
             GraphNode(

@@ -29,18 +29,26 @@ from undertow.api.budget_planning import (
 from undertow.api.calls import check_call, check_clip_norm, check_training
 from undertow.api.planning import derive
 from undertow.api.precision import with_precision
-from undertow.autodiff.training import add_updates
-from undertow.capture.capture import capture
+from undertow.autodiff.training import AtEnd, Use, add_updates
+from undertow.capture.capture import Captured, capture
 from undertow.capture.origins import place_of
 from undertow.errors import CallError
-from undertow.ir import Gradient, Node, Plan, Program, Value
+from undertow.ir import Gradient, Node, Phase, Plan, Program, Value
 from undertow.ir.structure import Slot
 from undertow.ops.tables import make_plan
-from undertow.ops.updates import UPDATES, DeliverGradient, StepAfterwards, UpdateParameter, is_separable
+from undertow.ops.updates import (
+    DELIVER_GRADIENT,
+    OPTIMIZER,
+    TRAINING,
+    Training,
+    is_separable,
+    step_afterwards,
+    update_by,
+)
 from undertow.planner.curve import Curve
-from undertow.report.plan_summary import explain
 from undertow.runtime.graphs import is_for_graph, with_graph_memory
 from undertow.runtime.planned import Runner, differentiable_outputs
+from undertow.runtime.step import Pattern
 
 Loss = Callable[..., torch.Tensor]
 
@@ -133,10 +141,10 @@ class TrainStep:
         self.updates_inside = (
             optimizer is not None and is_plain and is_separable(optimizer) and not _has_step_hooks(optimizer)
         )
-        self._at_end: StepAfterwards | None = None
-        if optimizer is not None and not self.updates_inside:
-            self._at_end = StepAfterwards(model, optimizer, clip_norm, accumulate)
-        self._runner = Runner(model, forward, self._capture, self._plan, place_of, expect=lambda captured: ())
+        self._clip_norm = clip_norm
+        live = {} if optimizer is None else {OPTIMIZER.name: optimizer, TRAINING.name: Training(model, optimizer)}
+        expect: Callable[[Any], Pattern] = lambda captured: ()  # noqa: E731  the step differentiates its loss itself
+        self._runner = Runner(model, forward, self._capture, self._plan, place_of, expect, live)
         self._bound = self._list_parameters()
         self._updated = set(self._trained())
 
@@ -209,7 +217,7 @@ class TrainStep:
     def walk(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Node, list[Any]]]:
         """Run a step one operation at a time, giving each with its outputs; no update is made."""
         with torch.enable_grad():
-            yield from self._runner.walk(args, kwargs, lambda node: not isinstance(node.target, UPDATES))
+            yield from self._runner.walk(args, kwargs, lambda node: node.phase is not Phase.UPDATE)
 
     def drop_gradients(self) -> None:
         """Without an optimizer gradients stay with their parameters, and the next call would add to them."""
@@ -242,27 +250,28 @@ class TrainStep:
         with torch.enable_grad():
             captured = self._capture(self._runner.forward, args, kwargs, self.model)
         program, held = self._derive(captured.program, self._terms)
-        return make_budget_planner(program, held, self._terms).curve
+        return make_budget_planner(program, held, self._terms, {**captured.live, **self._runner.live}).curve
 
-    def _plan(self, program: Program, pattern: Any) -> Plan:
+    def _plan(self, captured: Captured, pattern: Any) -> Plan:
         if self._terms.budget_bytes is None:
-            program, held = self._derive(program, self._terms)
+            program, held = self._derive(captured.program, self._terms)
             notes = (*notes_of(program), *self._notes())
-            plan = make_plan(program, held=held, table=self._terms.table, notes=notes, explainer=explain)
+            plan = make_plan(program, held=held, table=self._terms.table, notes=notes)
             return with_graph_memory(plan) if is_for_graph(plan) else plan
-        plan, _ = plan_for_budget(partial(self._derive, program), self._terms)
+        live = {**captured.live, **self._runner.live}
+        plan, _ = plan_for_budget(partial(self._derive, captured.program), self._terms, live)
         return replace(plan, notes=(*plan.notes, *self._notes()))
 
     def _notes(self) -> tuple[str, ...]:
-        if self._at_end is None:
+        if self.optimizer is None or self.updates_inside:
             return ()
         name = type(self.optimizer).__name__
         reason = f"{name} is not known to treat parameters one by one"
-        if self._at_end.clip_norm is not None:
+        if self._clip_norm is not None:
             reason = "clipping needs the norm of all gradients"
         elif self._accumulate > 1:
             reason = "gradients are accumulated over calls"
-        elif is_separable(self._at_end.optimizer):
+        elif is_separable(self.optimizer):
             reason = f"{name} has step hooks"
         return (f"the optimizer steps after the backward pass, and gradients are held until then: {reason}",)
 
@@ -271,10 +280,12 @@ class TrainStep:
         places = differentiable_outputs(program)
         pattern = tuple(place == 0 for place in places)
         program = derive(program, pattern, terms, is_strict=self._is_strict)
-        updates = self._find_updates(program.gradients)
-        program = add_updates(
-            program, lambda item: updates[item.input], lambda item: _consumes(updates[item.input]), self._at_end
-        )
+        uses = self._find_uses(program.gradients)
+        at_end = None
+        if self.optimizer is not None and not self.updates_inside:
+            settings = (TRAINING, self._clip_norm, self._accumulate)
+            at_end = AtEnd(step_afterwards(type(self.optimizer).__name__), settings)
+        program = add_updates(program, lambda item: uses[item.input], at_end)
         held = held_bytes(self.model, program, self.optimizer)
         held["gradients"] = sum(
             item.nbytes for item in self.model.parameters() if item.requires_grad and self._is_added_up(item)
@@ -285,12 +296,12 @@ class TrainStep:
         """Whether the parameter's gradient stays from call to call, as eager's does until somebody clears it."""
         return self._accumulate > 1 or (self.optimizer is not None and parameter not in self._updated)
 
-    def _find_updates(self, gradients: Sequence[Gradient]) -> dict[Value, UpdateParameter | DeliverGradient]:
+    def _find_uses(self, gradients: Sequence[Gradient]) -> dict[Value, Use]:
         """What is done with the gradient of each input that has one."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         groups = self.optimizer.param_groups if self.updates_inside and self.optimizer is not None else []
         group_of = {id(item): index for index, group in enumerate(groups) for item in group["params"]}
-        found: dict[Value, UpdateParameter | DeliverGradient] = {}
+        found: dict[Value, Use] = {}
         for gradient in gradients:
             if gradient.value is None:
                 continue
@@ -299,15 +310,12 @@ class TrainStep:
                 raise CallError(f"{gradient.input} requires a gradient and is no parameter of the model; detach it")
             if id(parameter) in group_of:
                 assert self.optimizer is not None
-                found[gradient.input] = UpdateParameter(self.optimizer, parameter, group_of[id(parameter)])
+                index = group_of[id(parameter)]
+                found[gradient.input] = Use(update_by(self.optimizer, index), True, True, (OPTIMIZER, index))
             else:
-                found[gradient.input] = DeliverGradient(parameter, self._is_added_up(parameter))
+                is_added_up = self._is_added_up(parameter)
+                found[gradient.input] = Use(DELIVER_GRADIENT, is_added_up, False, after=(is_added_up,))
         return found
-
-
-def _consumes(update: UpdateParameter | DeliverGradient) -> bool:
-    """Whether the gradient is gone after it."""
-    return isinstance(update, UpdateParameter) or update.is_added_up
 
 
 def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

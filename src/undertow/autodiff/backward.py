@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,24 +21,31 @@ from undertow.ir import (
     Gradient,
     Input,
     InputKind,
+    Live,
     Node,
     Origin,
+    Phase,
     Program,
+    Task,
     TensorType,
     Value,
     check_program,
     map_values,
     values_in,
 )
+from undertow.ir.schema import bind_arguments, flatten_outputs, functional_of
 from undertow.ops.cleaning import remove_unused
-from undertow.ops.interpret import generator_of
-from undertow.ops.opaque import CustomFunction, CustomFunctionBackward, ThroughAutograd, gradients_through_autograd
-from undertow.ops.own import GENERATOR_STATE, Mutating, OwnOperation, is_random
-from undertow.ops.registry import Call, bind_arguments, find_op
-from undertow.ops.schema import flatten_outputs, functional_of, schema_of
+from undertow.ops.interpret import generator_of, state_type_of
+from undertow.ops.opaque import (
+    custom_function_backward,
+    gradients_given,
+    gradients_through_autograd,
+    through_autograd,
+)
+from undertow.ops.own import GENERATOR_STATE
+from undertow.ops.registry import Call, find_op
 from undertow.ops.traced_tensor import TracedTensor
 from undertow.ops.tracing import Namer, Recorder
-from undertow.ops.views import TakePart
 
 aten = torch.ops.aten
 
@@ -75,7 +81,7 @@ def backward_as_forward(program: Program, outputs: Sequence[Value]) -> Program:
         program,
         inputs=program.inputs + program.cotangents,
         outputs=tuple(outputs),
-        num_forward_nodes=len(program.nodes),
+        boundary=len(program.nodes),
         cotangents=(),
         gradients=(),
     )
@@ -83,6 +89,7 @@ def backward_as_forward(program: Program, outputs: Sequence[Value]) -> Program:
 
 class _Backward(Recorder):
     takes_parts = False
+    phase = Phase.BACKWARD
 
     def __init__(self, program: Program, is_composed: bool, is_strict: bool) -> None:
         super().__init__(FakeTensorMode(), Namer(taken=_names(program)))
@@ -113,7 +120,7 @@ class _Backward(Recorder):
                     )
                     seeds.append(seed)
                     self._accumulate(value, self.tensor(seed.value))
-            for node in reversed(self.program.forward_nodes):
+            for node in reversed(self.program.first_pass):
                 self._visit(node)
             self.node = None
             gradients = [
@@ -125,7 +132,7 @@ class _Backward(Recorder):
         joint = replace(
             self.program,
             nodes=nodes,
-            num_forward_nodes=len(nodes) - len(self.nodes),
+            boundary=len(nodes) - len(self.nodes),
             cotangents=tuple(seeds),
             gradients=tuple(gradients),
             differentiable=self._extend(differentiable),
@@ -141,7 +148,7 @@ class _Backward(Recorder):
     def _find_active(self, wanted: Sequence[Value]) -> set[Value]:
         """The values that carry a gradient and depend on what is wanted."""
         active = {value for value in wanted if value in self.program.differentiable}
-        for node in self.program.forward_nodes:
+        for node in self.program.first_pass:
             if any(value in active for value in node.inputs):
                 active.update(value for value in node.outputs if value in self.program.differentiable)
         return active
@@ -161,15 +168,18 @@ class _Backward(Recorder):
 
     def _pull_back(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
         """Pairs of an argument (a Value or a tuple of them) and its cotangents."""
-        target = node.target
-        if isinstance(target, CustomFunction):
-            return self._pull_back_function(node, target, cts)
-        if isinstance(target, TakePart | OwnOperation) and target.gradient is not None:
-            return list(zip(node.args, target.gradient(node.args, *cts), strict=True))
-        base: Any = target
-        if isinstance(target, Mutating):
-            has_own_rule = find_op(target.target) is not None or not schema_of(target.target).is_inplace
-            base = target.target if has_own_rule else functional_of(target.target) or target.target
+        operation = node.operation
+        if operation.runs_user_code:
+            return self._pull_back_function(node, cts)
+        if operation.gradient is not None:
+            return list(zip(node.args, operation.gradient(node.args, *cts), strict=True))
+        base = run = operation.overload
+        mutating = operation.functional_of
+        if mutating is not None:
+            run = mutating.overload
+            assert run is not None
+            has_own_rule = find_op(run) is not None or not mutating.writes_over
+            base = run if has_own_rule else functional_of(run) or run
         op = find_op(base)
         if op is None or (_is_complex(node) and self._is_differentiable_by_autograd(node)):
             return self._pull_back_through_autograd(node, cts)
@@ -179,32 +189,36 @@ class _Backward(Recorder):
         if vjp is None:
             raise MissingRule(f"{node.name} ({node.origin}) has no derivative that can be differentiated again")
         # Defaults are those of what runs: the functional form of an operation may have none.
-        bound = bind_arguments(target.target if isinstance(target, Mutating) else base, node.args, node.kwargs)
+        assert base is not None and run is not None
+        bound = bind_arguments(run, node.args, node.kwargs)
         kwargs = dict(list(bound.items())[len(node.args) :])
         wanted = {name for name in vjp.arguments if any(value in self.active for value in values_in(bound[name]))}
         outs = [None if value is None else self.tensor(value) for value in node.outputs]
         call = Call(base, map_values(node.args, self.tensor), map_values_of(kwargs, self.tensor), outs, wanted)
         try:
-            found = vjp.cotangents(call, cts[: len(base._schema.returns)] if isinstance(target, Mutating) else cts)
+            found = vjp.cotangents(call, cts if mutating is None else cts[: len(base._schema.returns)])
         except DynamicOutputShapeException:  # a boolean mask selects how many elements only at run time
             return self._pull_back_through_autograd(node, cts)
         return [(bound[name], found[name]) for name in vjp.arguments if name in wanted and name in found]
 
-    def _pull_back_function(self, node: Node, target: CustomFunction, cts: list[Any]) -> list[tuple[Any, Any]]:
+    def _pull_back_function(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
+        _, *arguments = node.args
         positions = tuple(
             index
-            for index, argument in enumerate(node.args)
-            if target.has_gradient[index] and isinstance(argument, Value) and argument in self.active
+            for index, (argument, has_gradient) in enumerate(
+                zip(arguments, gradients_given(node.operation), strict=True)
+            )
+            if has_gradient and isinstance(argument, Value) and argument in self.active
         )
         if not positions:
             return []
         context = node.outputs[-1]
         values = tuple(None if ct is None else self.value_of(ct) for ct in cts[:-1])
-        inputs = [node.args[index] for index in positions]
+        inputs = [arguments[index] for index in positions]
         # Its backward may only run on real tensors; contiguous is the usual layout, and nothing relies on it.
         with self.on_fakes():
             fakes = [_empty_like(value) for value in inputs]
-        return self._emit(CustomFunctionBackward(target, positions), (context, *values), inputs, fakes)
+        return self._emit(custom_function_backward(node.name, positions), (context, *values), inputs, fakes)
 
     def _pull_back_through_autograd(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
         if self.is_strict or self.is_composed:
@@ -215,13 +229,13 @@ class _Backward(Recorder):
         inputs = list(node.inputs)
         positions = tuple(index for index, value in enumerate(inputs) if value in self.active)
         values = tuple(None if ct is None else self.value_of(ct) for ct in cts)
-        state = self._generator_state(node) if is_random(node.target) else None
-        target = ThroughAutograd(node.target, positions)
+        state = self._generator_state(node) if node.operation.is_random else None
+        target = through_autograd(node.operation, positions)
         args: Any = (node.args, tuple(node.kwargs), tuple(node.kwargs.values()), values)
         wanted = [inputs[index] for index in positions]
         with self.on_fakes():
             try:
-                fakes = target(*map_values((*args, None), lambda value: self.tensor(value).fake))
+                fakes = target(*_without_live(map_values((*args, None), lambda value: self.tensor(value).fake)))
             except Exception:  # the operation cannot run on fake tensors; contiguous is the usual layout
                 fakes = tuple(_empty_like(value) for value in wanted)
         return self._emit(target, (*args, state), wanted, fakes)
@@ -234,9 +248,10 @@ class _Backward(Recorder):
                 for value in node.inputs
                 if value in self.active or isinstance(value.type, TensorType)
             }
-            args = map_values(node.args, tensors.__getitem__)
+            args = _without_live(map_values(node.args, tensors.__getitem__))
+            kwargs = _without_live(map_values_of(node.kwargs, tensors.__getitem__))
             try:
-                outputs = flatten_outputs(node.target(*args, **map_values_of(node.kwargs, tensors.__getitem__)))
+                outputs = flatten_outputs(node.target(*args, **kwargs))
                 reached = [output for output in outputs if output is not None and output.requires_grad]
                 leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
                 gradients_through_autograd(reached, leaves, [torch.ones_like(output) for output in reached])
@@ -252,14 +267,15 @@ class _Backward(Recorder):
 
     def _generator_state(self, node: Node) -> Value:
         generator = generator_of(node)
-        state = generator.get_state()
-        value = self.names.value(GENERATOR_STATE, TensorType.of(state))
-        self.generator_states[node] = Node(GENERATOR_STATE, (generator,), {}, (value,), node.origin)
+        value = self.names.value(GENERATOR_STATE, state_type_of(node))
+        self.generator_states[node] = Node(
+            GENERATOR_STATE, (generator,), {}, (value,), node.origin, task=Task.RECORD_STATE
+        )
         return value
 
     def _forward_nodes(self) -> tuple[Node, ...]:
         nodes: list[Node] = []
-        for node in self.program.forward_nodes:
+        for node in self.program.first_pass:
             if node in self.generator_states:
                 nodes.append(self.generator_states[node])
             nodes.append(node)
@@ -280,7 +296,7 @@ class _Backward(Recorder):
     def _extend(self, differentiable: frozenset[Value]) -> frozenset[Value]:
         extended = set(differentiable)
         for node in self.nodes:
-            op = find_op(node.target) if isinstance(node.target, OpOverload) else None
+            op = find_op(node.target)
             if (op is None or op.vjps) and any(value in extended for value in node.inputs):
                 extended.update(value for value in node.outputs if value is not None and value.type.is_differentiable)
         return frozenset(extended)
@@ -308,7 +324,8 @@ def _sum_to_shape(ct: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _refuse_sparse_gradient(node: Node) -> None:
-    bound = bind_arguments(node.target, node.args, node.kwargs) if isinstance(node.target, OpOverload) else {}
+    overload = node.operation.overload
+    bound = {} if overload is None else bind_arguments(overload, node.args, node.kwargs)
     for name in ("sparse", "sparse_grad"):  # of embeddings, of gather
         if bound.get(name):
             raise CaptureError(
@@ -317,9 +334,18 @@ def _refuse_sparse_gradient(node: Node) -> None:
             )
 
 
+def _without_live(item: Any) -> Any:
+    """Arguments with None for a generator: what runs without data draws nothing."""
+    if isinstance(item, dict):
+        return {name: _without_live(part) for name, part in item.items()}
+    if isinstance(item, tuple | list):
+        return tuple(map(_without_live, item))
+    return None if isinstance(item, Live) else item
+
+
 def _is_complex(node: Node) -> bool:
     """The rules are written for real numbers: none of them conjugates."""
-    values = (*node.inputs, *node.kept_outputs)
+    values = (*node.inputs, *node.named_outputs)
     return any(isinstance(value.type, TensorType) and value.type.dtype.is_complex for value in values)
 
 
@@ -334,6 +360,5 @@ def map_values_of(kwargs: dict[str, Any], replace_value: Any) -> dict[str, Any]:
 
 
 def _names(program: Program) -> list[str]:
-    names = [item.value.name for item in program.inputs]
-    names += [item.value.name for item in program.cotangents]
-    return names + [value.name for node in program.nodes for value in node.outputs if value is not None]
+    names = [item.value.name for item in (*program.inputs, *program.cotangents)]
+    return names + [value.name for value in program.makers]

@@ -24,6 +24,7 @@ from undertow.capture.recorder import CaptureRecorder
 from undertow.capture.side_effects import AttributeWatch, GeneratorWatch, PythonRandomness, no_seeding
 from undertow.errors import CaptureError
 from undertow.ir import Input, InputKind, Node, Program, Update, Value, check_program
+from undertow.ir.pytorch import operation_of
 from undertow.ir.structure import Slot, replace_tensors, structure_key, tensors_in
 from undertow.ops.cleaning import remove_unused
 
@@ -53,6 +54,7 @@ class Captured:
     assignments: tuple[Assignment, ...]
     constants: dict[Value, torch.Tensor]
     arguments: dict[Value, int]  # which of the call's tensors an argument is, counted through args, then kwargs
+    live: dict[str, Any]  # generators and custom Functions that the Program names
     outcomes: tuple[Any, ...]  # what the guards saw, in order
     newly_required: tuple[int, ...]  # arguments on which the code called requires_grad_()
 
@@ -245,7 +247,7 @@ def _finish(
         outputs=tuple(outputs),
         updates=tuple(updates),
         differentiable=recorder.differentiable_values([item.value for item in inputs]),
-        num_forward_nodes=len(nodes),
+        boundary=len(nodes),
     )
     program = check_program(remove_unused(program))
     _refuse_lost_history(recorder, program)
@@ -255,14 +257,27 @@ def _finish(
         for value, place in arguments.items()
         if not recorder.reals[value].requires_grad and any(twin.requires_grad for twin in recorder.holders(value))
     )
-    return Captured(program, skeleton, assignments, constants, arguments, tuple(recorder.outcomes), newly_required)
+    return Captured(
+        program,
+        skeleton,
+        assignments,
+        constants,
+        arguments,
+        dict(recorder.live),
+        tuple(recorder.outcomes),
+        newly_required,
+    )
 
 
 def _without_false_detach(recorder: CaptureRecorder, node: Node) -> Node:
     """Autograd detaches an output that it saves and connects it again when it is read: no end of a history."""
     if node.target is not torch.ops.aten.detach.default or node.outputs[0] is None:
         return node
-    return replace(node, target=torch.ops.aten.alias.default) if _has_history(recorder, node.outputs[0]) else node
+    return (
+        replace(node, operation=operation_of(torch.ops.aten.alias.default))
+        if _has_history(recorder, node.outputs[0])
+        else node
+    )
 
 
 def _has_history(recorder: CaptureRecorder, value: Value) -> bool:
@@ -274,7 +289,7 @@ def _has_history(recorder: CaptureRecorder, value: Value) -> bool:
 def _refuse_lost_history(recorder: CaptureRecorder, program: Program) -> None:
     """Where autograd carries a gradient on a way that was not recorded (TorchScript has its own), stop."""
     for node in program.nodes:
-        for value in node.kept_outputs:
+        for value in node.named_outputs:
             is_unexplained = not any(item in program.differentiable for item in node.inputs)
             if value in program.differentiable and is_unexplained and _has_history(recorder, value):
                 raise CaptureError(

@@ -15,9 +15,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.ir import OpaqueType, Value
+from undertow.ir.schema import flatten_outputs
 from undertow.ops.modes import autocast_state
-from undertow.ops.opaque import CustomFunction, OriginalApply, gradients_through_autograd
-from undertow.ops.schema import flatten_outputs
+from undertow.ops.opaque import OriginalApply, custom_function, gradients_through_autograd
 
 if TYPE_CHECKING:
     from undertow.capture.recorder import CaptureRecorder
@@ -55,8 +55,9 @@ def _record_function(recorder: CaptureRecorder, function: type[torch.autograd.Fu
         fakes = [None if output is None else recorder.fake_like(output).detach() for output in tried]
     written = {id(given): arg for given, arg in zip(inputs, args, strict=True) if isinstance(arg, torch.Tensor)}
     is_dirty = any(id(output) in written for output in tried)
-    target = CustomFunction(function, requires_grad, has_gradient, autocast_state(), is_dirty)
-    values = recorder.emit(target, recorder.values_of(args), {}, fakes)
+    target = custom_function(function.__name__, requires_grad, tuple(has_gradient), autocast_state(), is_dirty)
+    live = recorder.name_live(function.__name__, function)
+    values = recorder.emit(target, (live, *recorder.values_of(args)), {}, fakes)
     if any(requires_grad):
         recorder.append_output(Value(recorder.names.unique("context"), context_type))
     outputs: list[Any] = []

@@ -16,22 +16,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from undertow.capture.origins import current_origin
 from undertow.errors import CaptureError
 from undertow.ir import Input, InputKind, Node, Origin, TensorType, Value
+from undertow.ir.pytorch import operation_of
+from undertow.ir.schema import bind_arguments, flatten_outputs
 from undertow.ops.interpret import generators_of, run_node
-from undertow.ops.own import GUARD_SCALAR, GUARD_SHAPE, is_random
-from undertow.ops.registry import bind_arguments
-from undertow.ops.schema import flatten_outputs
+from undertow.ops.own import GUARD_SCALAR, GUARD_SHAPE, as_tensor, bind
 from undertow.ops.traced_tensor import TracedTensor
 from undertow.ops.tracing import Namer, Recorder, map_tensors
 
 aten = torch.ops.aten
-
-# Operations that read of their first argument only its shape, so that evaluating them needs nothing behind it.
-_SHAPE_ONLY = {
-    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty",
-    "new_zeros", "new_ones", "new_full", "new_empty_strided", "fill.Scalar", "zero", "native_dropout",
-    "bernoulli_.float.functional", "uniform_.functional", "normal_.functional", "random_.functional",
-    "random_.from.functional", "random_.to.functional", "exponential_.functional",
-}  # fmt: skip
 
 
 class CaptureRecorder(Recorder):
@@ -163,7 +155,7 @@ class CaptureRecorder(Recorder):
     def _guard_python_result(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
         fake = self.fake_like(torch.tensor(result))
         bound = bind_arguments(func, args, kwargs)
-        target = _AsTensor(func)
+        target = as_tensor(operation_of(func))
         (value,) = self.emit(target, tuple(self.values_of(item) for item in bound.values()), {}, [fake])
         self._guard(GUARD_SCALAR, value, result)
         return result
@@ -184,21 +176,21 @@ class CaptureRecorder(Recorder):
         needed = set(values)
         slice_nodes: list[Node] = []
         # A random operation in between moves the generator even if its result is not needed.
-        is_any_random = any(is_random(node.target) for node in self._ancestors(values))
+        is_any_random = any(node.operation.is_random for node in self._ancestors(values))
         for node in reversed(self.nodes):
             is_needed = any(value in needed for value in node.outputs)
-            if is_needed or (is_any_random and is_random(node.target)):
+            if is_needed or (is_any_random and node.operation.is_random):
                 slice_nodes.append(node)
-                if node.name not in _SHAPE_ONLY:
+                if is_needed and _reads_elements(node):
                     needed.update(node.inputs)
         slice_nodes.reverse()
         environment = _PlaceholderEnvironment(self.reals)
-        generators = generators_of(slice_nodes)
+        generators = [bind(item, self.live) for item in generators_of(slice_nodes)]
         states = [generator.get_state() for generator in generators]
         try:
             with _disable_current_modes(), torch.no_grad():
                 for node in slice_nodes:
-                    run_node(node, environment)
+                    run_node(node, environment, self.live)
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
@@ -209,7 +201,7 @@ class CaptureRecorder(Recorder):
         for node in reversed(self.nodes):
             if any(value in needed for value in node.outputs):
                 found.append(node)
-                if node.name not in _SHAPE_ONLY:
+                if _reads_elements(node):
                     needed.update(node.inputs)
         return found
 
@@ -217,7 +209,7 @@ class CaptureRecorder(Recorder):
         nodes = self._ancestors((value,))
         inputs = {item.value: item.kind for item in self.inputs}
         sources = {read for node in nodes for read in node.inputs} | {value}
-        return not any(is_random(node.target) for node in nodes) and all(
+        return not any(node.operation.is_random for node in nodes) and all(
             inputs.get(source, InputKind.CONSTANT) is InputKind.CONSTANT for source in sources
         )
 
@@ -230,14 +222,6 @@ class _PlaceholderEnvironment(dict[Value, Any]):
         return torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=kind.device)
 
 
-class _AsTensor:
-    """An operation with a Python result, as one with a tensor result."""
-
-    def __init__(self, target: OpOverload) -> None:
-        self.target = target
-
-    def __call__(self, *args: Any) -> torch.Tensor:
-        return torch.tensor(self.target(*args))
-
-    def __str__(self) -> str:
-        return str(self.target)
+def _reads_elements(node: Node) -> bool:
+    """Whether what the node makes depends on more of its arguments than their shape."""
+    return node.operation.reads_elements and not node.operation.is_filled

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from undertow.errors import ProgramError
-from undertow.ir.program import Node, Program, Value
+from undertow.ir.program import Node, Program
+from undertow.ir.values import Value
 
 
 def check_program(program: Program) -> Program:
@@ -12,9 +13,9 @@ def check_program(program: Program) -> Program:
     names: set[str] = set()
     _define([item.value for item in program.inputs], "an input", defined, names)
     inputs = set(defined)
-    if not 0 <= program.num_forward_nodes <= len(program.nodes):
-        raise ProgramError(f"num_forward_nodes is {program.num_forward_nodes} of {len(program.nodes)} nodes")
-    for node in program.forward_nodes:
+    if not 0 <= program.boundary <= len(program.nodes):
+        raise ProgramError(f"boundary is {program.boundary} of {len(program.nodes)} nodes")
+    for node in program.first_pass:
         _check_node(node, defined, names)
     _require(program.outputs, "output", defined)
     for update in program.updates:
@@ -24,7 +25,7 @@ def check_program(program: Program) -> Program:
         if update.input.type != update.value.type and update.input.tensor_type.shape != update.value.tensor_type.shape:
             raise ProgramError(f"update of {update.input}: {update.input.type} <- {update.value.type}")
     _define([item.value for item in program.cotangents], "a cotangent", defined, names)
-    for node in program.backward_nodes:
+    for node in program.second_pass:
         _check_node(node, defined, names)
     for gradient in program.gradients:
         if gradient.input not in inputs:

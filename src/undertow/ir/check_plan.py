@@ -13,13 +13,16 @@ times, workspace, the optimizer's state; inputs may lie in each other's memory, 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from undertow.errors import PlanError
+from undertow.ir.operation import REVERSIBLE, Operation
 from undertow.ir.plan import ARENA_GAPS, Plan
-from undertow.ir.program import InputKind, Node, Value, values_in
+from undertow.ir.program import InputKind, Node, Task
+from undertow.ir.pytorch import in_place_of
 from undertow.ir.types import OpaqueType
+from undertow.ir.values import Value
 
 ALIGNMENT = 64  # bytes: where PyTorch's allocators begin a tensor at the latest, and kernels expect it
 
@@ -92,12 +95,12 @@ class _Replay:
         self.plan, self.program, self.tables = plan, plan.program, plan.tables
         self.present: set[int] = set()
         self.valid: dict[int, set[Value]] = {}  # values that a storage still holds
-        # A custom Function's context may hold its arguments: whoever reads the context reads them.
-        self.saved = {
+        # What was borrowed (a custom Function's context may hold its arguments): who reads the handle reads it too.
+        self.borrowed = {
             value: node.inputs
             for node in self.program.nodes
-            for value in node.outputs
-            if value is not None and isinstance(value.type, OpaqueType)
+            for value in node.named_outputs
+            if node.operation.borrows and isinstance(value.type, OpaqueType)
         }
         self.lost: dict[Value, str] = {}  # why a value can no longer be read
         self.placed: list[tuple[int, int, int]] = []  # first byte, byte behind the last, storage; sorted
@@ -105,9 +108,7 @@ class _Replay:
         self.outside_bytes = self.held_bytes - plan.held.get(ARENA_GAPS, 0)
         self.arena_bytes = max((end for _, end in _places(plan)), default=0)
         self.inputs = {self.storage(item.value) for item in self.program.inputs}
-        ends = [*self.program.outputs, *(item.value for item in self.program.updates)]
-        ends += [item.value for item in self.program.gradients if item.value is not None]
-        self.ends = {self.storage(value): value for value in ends}
+        self.ends = {self.storage(value): value for value in self.program.ends}
 
     def storage(self, value: Value) -> int:
         if value not in self.tables.storage:
@@ -121,10 +122,10 @@ class _Replay:
             self._make_valid(item.value)
             self.present.add(self.storage(item.value))
         for position, node in enumerate(self.program.nodes):
-            if position == self.program.num_forward_nodes:
+            if position == self.program.boundary:
                 self._start_backward()
             self._run(position, node)
-        if len(self.program.nodes) == self.program.num_forward_nodes:
+        if len(self.program.nodes) == self.program.boundary:
             self._start_backward()
         for storage, value in self.ends.items():
             if storage not in self.present or value not in self.valid[storage]:
@@ -148,20 +149,18 @@ class _Replay:
         name = _describe(node, position)
         for value in node.inputs:
             self._check_readable(value, name)
-            for saved in self.saved.get(value, ()):
-                self._check_readable(saved, name)
-        written = list(_written_arguments(node))
-        outputs = [value for value in node.outputs if value is not None]
-        for value in written:
-            self._overwrite(self.storage(value), name, keep=set(outputs))
+            for borrowed in self.borrowed.get(value, ()):
+                self._check_readable(borrowed, name)
+        for value in node.operation.writes(node):
+            self._overwrite(self.storage(value), name, keep=set(node.named_outputs))
         sources = {self.storage(value) for value in node.inputs}
-        for value in outputs:
+        for value in node.named_outputs:
             if self.storage(value) in sources:
                 self._make_valid(value)
             else:
                 self._bear(value, name)
         found = self.held_bytes + self.tables.workspace_bytes[position]
-        if position == len(self.program.nodes) - 1 and not self.program.backward_nodes:
+        if position == len(self.program.nodes) - 1 and not self.program.second_pass:
             cotangents = {self.storage(item.value) for item in self.program.cotangents}
             found += sum(self.tables.storage_bytes[storage] for storage in cotangents)  # no operation runs after them
         if found != self.plan.live_bytes[position]:
@@ -238,47 +237,41 @@ class _Comparison:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.program, self.base = plan, plan.program, plan.base
-        self.makers = {
-            value: (position, node)
-            for position, node in enumerate(self.program.nodes)
-            for value in node.outputs
-            if value is not None
-        }
-        self.base_makers = {value: node for node in self.base.nodes for value in node.outputs if value is not None}
+        self.makers = self.program.makers
 
     def run(self) -> None:
         seen: set[int] = set()
-        for position, (node, base) in enumerate(zip(self.program.nodes, self.plan.bases, strict=True)):
-            if base < 0:
-                continue
-            if not base < len(self.base.nodes):
-                raise PlanError(f"{_describe(node, position)} stands for operation {base}, which does not exist")
-            self._check_node(position, node, self.base.nodes[base], is_again=base in seen)
-            if not _is_code(node, self.base.nodes[base]):
-                seen.add(base)
+        for position, (node, bases) in enumerate(zip(self.program.nodes, self.plan.bases, strict=True)):
+            if not all(0 <= base < len(self.base.nodes) for base in bases):
+                raise PlanError(f"{_describe(node, position)} stands for operations {bases}, which do not exist")
+            if bases:
+                self._check_node(position, node, [self.base.nodes[base] for base in bases], bases[0] in seen)
+                seen.add(bases[0])
+            elif node.task is not Task.RECORD_STATE or node.operation.chains(node) != (REVERSIBLE,):
+                raise PlanError(f"{_describe(node, position)} stands for no operation of the Program before planning")
         self._check_effects()
         self._check_results()
 
     def original(self, value: Value) -> Value:
         return self.plan.repeats.get(value, value)
 
-    def _check_node(self, position: int, node: Node, base: Node, is_again: bool) -> None:
-        name = _describe(node, position)
-        target, args = node.target, (node.args, tuple(node.kwargs.items()))
-        replayed = getattr(target, "target", None) if str(target).endswith(".replayed") else None
-        if replayed is not None:
+    def _check_node(self, position: int, node: Node, covered: list[Node], is_again: bool) -> None:
+        name, base = _describe(node, position), covered[0]
+        operation, args = node.operation, (node.args, tuple(node.kwargs.items()))
+        if operation.repeats is not None:
             self._check_state(name, node, position)
-            target, args = replayed, (node.args[1:], args[1])
-        elif is_again and _is_random(base):
+            operation, args = operation.repeats, (node.args[1:], args[1])
+        is_same = computes_as(operation, base.operation)
+        if is_same and is_again and node.operation.repeats is None and base.operation.draws(base):
             raise PlanError(f"{name} draws random numbers again without the state it drew them with before")
-        if _same_target(target, base.target):
+        if is_same:
             expected = (base.args, tuple(base.kwargs.items()))
-            if not self._same(args, expected) and not self._is_without_statistics(node, base):
-                raise PlanError(f"{name} has other arguments than {_describe(base, self.base.nodes.index(base))}")
-        elif not self._is_without_statistics(node, base):
-            self._check_code(name, node, base)
+            if not self._same(args, expected) and not self._leaves_out(node, base):
+                raise PlanError(f"{name} has other arguments than {_describe(base, self.base.positions[base])}")
+        elif not self._leaves_out(node, base):
+            self._check_code(name, node, covered)
         for made, expected_value in zip(node.outputs, base.outputs, strict=False):
-            if _same_target(target, base.target) and made is not None and self.original(made) is not expected_value:
+            if is_same and made is not None and self.original(made) is not expected_value:
                 raise PlanError(f"{name} makes {made} where {base.name} makes {expected_value}")
 
     def _same(self, left: Any, right: Any) -> bool:
@@ -288,76 +281,88 @@ class _Comparison:
             return isinstance(right, tuple | list) and len(left) == len(right) and all(map(self._same, left, right))
         return left is right or left == right
 
-    def _is_without_statistics(self, node: Node, base: Node) -> bool:
-        """A second run of batch normalisation leaves the running statistics out, and their new values with them."""
-        if not _is_norm(base) or node.args[3:5] != (None, None):
+    def _leaves_out(self, node: Node, base: Node) -> bool:
+        """Whether the node repeats the base without the arguments that only its first run updates."""
+        dropped = base.operation.droppable
+        if not dropped or len(node.args) != len(base.args) or any(node.args[place] is not None for place in dropped):
             return False
-        return self._same((*node.args[:3], *node.args[5:]), (*base.args[:3], *base.args[5:]))
+        if not computes_as(node.operation, base.operation):
+            return False
+        rest = [place for place in range(len(base.args)) if place not in dropped]
+        return self._same([node.args[place] for place in rest], [base.args[place] for place in rest])
 
     def _check_state(self, name: str, node: Node, position: int) -> None:
         """The state must be that from right before the first run, with no other draw in between."""
         state = node.args[0]
         maker = self.makers.get(state) if isinstance(state, Value) else None
-        if maker is None or str(maker[1].target) != "generator_state":
+        if maker is None or maker.task is not Task.RECORD_STATE:
             raise PlanError(f"{name} is replayed with {state}, which is no recorded generator state")
-        first = next(i for i, base in enumerate(self.plan.bases) if base == self.plan.bases[position])
-        between = self.program.nodes[maker[0] + 1 : first]
-        draws = [other for other in between if _is_random(other)]
-        if maker[0] > first or draws:
-            when = "after its first run" if maker[0] > first else f"before {draws[0].name} drew too"
+        recorded = self.program.positions[maker]
+        first = self.plan.bases.index(self.plan.bases[position])
+        draws = [other for other in self.program.nodes[recorded + 1 : first] if other.operation.draws(other)]
+        if recorded > first or draws:
+            when = "after its first run" if recorded > first else f"before {draws[0].name} drew too"
             raise PlanError(f"{name} is replayed with the wrong state: {state} was recorded {when}")
 
-    def _check_code(self, name: str, node: Node, base: Node) -> None:
-        """An encoding reads a value that the base makes or reads; a reader or decoder reads a code of such a value."""
-        if hasattr(node.target, "_schema"):
-            raise PlanError(f"{name} stands for {base.name}, which is another operation")
-        wanted = {*base.inputs, *(value for value in base.outputs if value is not None)}
-        if str(node.target) == "batch_norm.again":
-            wanted |= self._values_normalised(base)
+    def _check_code(self, name: str, node: Node, covered: list[Node]) -> None:
+        """An encoding reads a value that the base makes or reads; a reader or decoder reads a code of such a value.
+
+        A node that does the work of several reads what they read; each feeds one of those that come after it.
+        """
+        if node.operation.overload is not None:
+            raise PlanError(f"{name} stands for {covered[0].name}, which is another operation")
+        for place, other in enumerate(covered[1:], start=1):
+            read = {value for after in covered[:place] for value in after.inputs}
+            if read.isdisjoint(other.named_outputs):
+                raise PlanError(f"{name} stands for {other.name} too, which {covered[0].name} does not follow from")
+        wanted = {value for base in covered for value in (*base.inputs, *base.named_outputs)}
         for value in node.inputs:
             if self.original(value) in wanted:
                 continue
             maker = self.makers.get(value)
-            sources = {self.original(source) for source in values_in(maker[1].args)} if maker is not None else set()
+            sources = {self.original(source) for source in maker.inputs} if maker is not None else set()
             if not sources or not sources <= wanted:
-                raise PlanError(f"{name} stands for {base.name} and reads {value}, which is no code of its values")
-
-    def _values_normalised(self, base: Node) -> set[Value]:
-        """What the sum and the normalisation before `base` read and make: one pass may stand for all three."""
-        nodes = [base]
-        for node in nodes:
-            if not _is_norm(node):
-                before = [self.base_makers[value] for value in node.inputs if value in self.base_makers]
-                nodes += [other for other in before if _is_norm(other) or str(other.target) == "aten.add.Tensor"]
-        return {value for node in nodes for value in (*node.inputs, *node.outputs) if value is not None}
+                raise PlanError(
+                    f"{name} stands for {covered[0].name} and reads {value}, which is no code of its values"
+                )
 
     def _check_effects(self) -> None:
-        """Random draws, guards, and records of a generator's state run once, in the base's order."""
-        effects = [index for index, node in enumerate(self.base.nodes) if _has_effect(node)]
-        found = [
-            base
-            for node, base in zip(self.program.nodes, self.plan.bases, strict=True)
-            if base >= 0
-            and _has_effect(self.base.nodes[base])
-            and not str(node.target).endswith(".replayed")
-            and not _is_code(node, self.base.nodes[base])
-        ]
-        for index, expected in enumerate(effects):
-            if index >= len(found) or found[index] != expected:
-                node = self.base.nodes[expected]
-                raise PlanError(
-                    f"{_describe(node, expected)} draws, checks or records a state out of its order, or does not run"
-                )
-        if len(found) > len(effects):
-            raise PlanError(f"{_describe(self.base.nodes[found[-1]], found[-1])} runs twice, and has an effect")
+        """What is bound to an order (draws and guards, a parameter's gradient) runs once, in the base's order."""
+        chains: dict[str, list[int]] = {}
         for index, node in enumerate(self.base.nodes):
-            count = sum(base == index for base in self.plan.bases) if _is_update(node) else 1
-            if count != 1:
-                raise PlanError(f"{_describe(node, index)} updates a parameter and runs {count} times")
+            for chain in node.operation.chains(node):
+                chains.setdefault(chain, []).append(index)
+        found: dict[str, list[int]] = {chain: [] for chain in chains}
+        for node, bases in zip(self.program.nodes, self.plan.bases, strict=True):
+            base = self.base.nodes[bases[0]] if bases else None
+            if base is None or self._has_no_effect(node, base):
+                continue
+            for chain in base.operation.chains(base):
+                found[chain].append(bases[0])
+        for chain, expected in chains.items():
+            self._check_chain(chain, expected, found[chain])
+        self._check_handed_over()
+
+    def _has_no_effect(self, node: Node, base: Node) -> bool:
+        """Whether it is a code, a repeat under a recorded state, or a repeat of a kernel that draws nothing here."""
+        if node.operation.repeats is not None or not computes_as(node.operation, base.operation):
+            return True
+        return node.task is Task.AGAIN and base.operation.is_random and not base.operation.draws(base)
+
+    def _check_chain(self, chain: str, expected: list[int], found: list[int]) -> None:
+        for place, index in enumerate(expected):
+            if place >= len(found) or found[place] != index:
+                name = _describe(self.base.nodes[index], index)
+                raise PlanError(f"{name} runs out of the order of {chain}, or does not run")
+        if len(found) > len(expected):
+            raise PlanError(f"{_describe(self.base.nodes[found[-1]], found[-1])} runs twice, and is bound by {chain}")
+
+    def _check_handed_over(self) -> None:
         ends = {item.value for item in self.program.gradients if item.value is not None}
         finals = {self.original(value) for value in ends}
         for position, node in enumerate(self.program.nodes):
-            value = node.args[0] if str(node.target) == "deliver_gradient" else None
+            place = node.operation.hands_over
+            value = None if place is None else node.args[place]
             if value is not None and value not in ends and self.original(value) in finals:
                 raise PlanError(f"{_describe(node, position)} hands over {value}, which is made again later: both stay")
 
@@ -374,87 +379,9 @@ class _Comparison:
                 raise PlanError(f"{what}s differ from the base Program's: {wrong[0]} instead of {wrong[1]}")
 
 
-def _written_arguments(node: Node) -> Iterator[Value]:
-    """The arguments that an operation overwrites: by its schema, or as one of Undertow's own says."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        for argument, given in zip(schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from values_in(given)
-    yield from getattr(node.target, "overwrites", lambda node: ())(node)
-
-
-def _same_target(left: Any, right: Any) -> bool:
-    """The same operation; writing over an argument instead of beside it computes the same."""
-    if left is right or left == right:
-        return True
-    if _is_in_place(left, right):
-        return True
-    if str(right).endswith(".functional"):
-        return getattr(right, "target", None) is left
-    return str(left).replace("_.", ".", 1) == str(right)
-
-
-def _is_in_place(left: Any, right: Any) -> bool:
-    """Whether `left` writes what `right` computes over its first argument; overloads of the two may differ in name."""
-    if not (hasattr(left, "_schema") and hasattr(right, "_schema")):
-        return False
-    names, arguments = zip(*map(_name_and_arguments, (left, right)), strict=True)
-    return names[0] == names[1] + "_" and arguments[0] == arguments[1]
-
-
-def _name_and_arguments(target: Any) -> tuple[str, list[tuple[str, str]]]:
-    return target._schema.name, [(argument.name, str(argument.type)) for argument in target._schema.arguments]
-
-
-# Attention that draws only where something is dropped out, which by default nothing is.
-_DRAWING_BY_DROPOUT = {
-    f"aten._scaled_dot_product_{kind}.default"
-    for kind in (
-        "flash_attention",
-        "efficient_attention",
-        "efficient_attention_backward",
-        "cudnn_attention",
-        "cudnn_attention_backward",
-    )
-}
-
-
-def _is_random(node: Node) -> bool:
-    target: Any = getattr(node.target, "target", node.target)
-    tags = getattr(target, "tags", ())
-    if not any(str(tag).endswith("nondeterministic_seeded") for tag in tags):
-        return False
-    if str(target) in _DRAWING_BY_DROPOUT:
-        places = [argument.name for argument in target._schema.arguments]
-        given = {**dict(zip(places, node.args, strict=False)), **node.kwargs}
-        return bool(given.get("dropout_p"))
-    return True
-
-
-def _has_effect(node: Node) -> bool:
-    return _is_random(node) or str(node.target).startswith("guard") or str(node.target) == "generator_state"
-
-
-def _is_update(node: Node) -> bool:
-    return hasattr(node.target, "overwrites")
-
-
-def _is_norm(node: Node) -> bool:
-    return str(node.target).removeprefix("aten.").startswith(("native_batch_norm.", "batch_norm.fused"))
-
-
-def _is_code(node: Node, base: Node) -> bool:
-    """Whether the node encodes a value of the base rather than computing it."""
-    made = {value for value in node.outputs if value is not None}
-    return (
-        bool(made)
-        and made.isdisjoint(value for value in base.outputs if value is not None)
-        and (
-            set(values_in(node.args)) & {*base.inputs, *(value for value in base.outputs if value is not None)} != set()
-        )
-        and not _same_target(node.target, base.target)
-    )
+def computes_as(operation: Operation, base: Operation) -> bool:
+    """Whether two operations compute the same: writing over an argument instead of beside it changes no result."""
+    return operation in (base, base.functional_of, in_place_of(base))
 
 
 def _describe(node: Node, position: int) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from undertow.ir.program import Node, Value
+from undertow.ir.program import Node
+from undertow.ir.values import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +18,12 @@ class Cost:
 
 
 def signature(node: Node) -> str:
-    """Operation, types of its tensors, and its other arguments: calls that agree in it cost the same.
-
-    An operation that is configured beside its arguments says so in `settings`.
-    """
+    """Operation, types of its tensors, and its other arguments: calls that agree in it cost the same."""
     parts = [_describe(argument) for argument in node.args]
     parts += [f"{name}={_describe(argument)}" for name, argument in sorted(node.kwargs.items())]
     # An output nobody reads is freed at once, which the operation's workspace includes.
     missing = "".join("-" if value is None else "+" for value in node.outputs)
-    settings = getattr(node.target, "settings", "")
-    return f"{node.name}{settings}({', '.join(parts)}){missing if '-' in missing else ''}"
+    return f"{node.name}{node.operation.settings}({', '.join(parts)}){missing if '-' in missing else ''}"
 
 
 def _describe(argument: Any) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from undertow.ir.printer import format_bytes, print_program
-from undertow.ir.program import Node, Program, Value
+from undertow.ir.program import Node, Phase, Program, Task
+from undertow.ir.values import Value
 
 ARENA_GAPS = "gaps in the arena"  # among what is held: by how much the arena raises the peak
 
@@ -54,13 +54,14 @@ class Outcome(Enum):
 class Plan:
     """A training step.
 
-    `base` is the Program before planning. A node of `program` at position i stands for node `bases[i]` of it, or for
-    none (-1); a value that is made a second time is in `repeats`, with the value it repeats.
+    `base` is the Program before planning. A node of `program` at position i does the work of the nodes `bases[i]` of
+    it, positions from the last one back: usually one, none for a recorded state. A value that is made a second time is
+    in `repeats`, with the value it repeats.
     """
 
     program: Program
     base: Program
-    bases: tuple[int, ...]
+    bases: tuple[tuple[int, ...], ...]
     repeats: dict[Value, Value]
     tables: Tables
     kept: tuple[KeptValue, ...]
@@ -72,12 +73,12 @@ class Plan:
     outcome: Outcome = Outcome.UNCONSTRAINED
     has_measured_costs: bool = False
     notes: tuple[str, ...] = ()  # what the reader should know besides
-    explainer: Callable[[Plan, str], str] | None = field(default=None, repr=False)  # reports are made further up
 
     def explain(self, module_path: str = "") -> str:
         """What was decided for one layer and those inside it, and why; the empty path is the whole model."""
-        assert self.explainer is not None
-        return self.explainer(self, module_path)
+        from undertow.report.plan_summary import explain  # reports are made of plans; this is for the reader of one
+
+        return explain(self, module_path)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -114,17 +115,15 @@ class Plan:
         """Positions of operations that run for a second time; views and the decoding of a code are none."""
         return tuple(
             position
-            for position, (node, base) in enumerate(zip(self.nodes, self.bases, strict=True))
-            if any(value in self.repeats for value in node.outputs if value is not None)
-            and _family(node) == _family(self.base.nodes[base])
-            and self.tables.duration_ns[position] > 0
+            for position, node in enumerate(self.nodes)
+            if node.task is Task.AGAIN and not node.operation.is_view and self.tables.duration_ns[position] > 0
         )
 
     def __str__(self) -> str:
         kept_bytes = sum(item.num_bytes for item in self.kept)
         lines = [print_program(self.program), ""]
         lines.append(
-            f"{len(self.program.forward_nodes)} forward and {len(self.program.backward_nodes)} backward operations; "
+            f"{self._count_operations()}; "
             f"kept for the backward pass: {len(self.kept)} value{'' if len(self.kept) == 1 else 's'}, "
             f"{format_bytes(kept_bytes)}"
         )
@@ -145,12 +144,16 @@ class Plan:
         lines += self.notes
         return "\n".join(lines)
 
+    def _count_operations(self) -> str:
+        forward, backward, update = map(self.program.count, Phase)
+        return f"{forward} forward and {backward} backward operations{f', {update} updates' if update else ''}"
+
     def _describe_arena(self) -> str:
         """How much of what operations make lies in the arena, and which operations make what does not."""
         tables, placed_bytes, outside = self.tables, 0, Counter[str]()
         seen = {tables.storage[item.value] for item in self.program.inputs}
         for node in self.nodes:
-            for storage in {tables.storage[value]: None for value in node.kept_outputs}:
+            for storage in {tables.storage[value]: None for value in node.named_outputs}:
                 if storage not in seen and tables.offsets[storage] is None:
                     outside[node.name] += tables.storage_bytes[storage]
                 elif storage not in seen:
@@ -163,8 +166,3 @@ class Plan:
             f"arena: {format_bytes(tables.arena_bytes)}, made once, for {share:.0%} of the bytes that operations make"
             f"{f'; allocated each time: {names}' if most else ''}"
         )
-
-
-def _family(node: Node) -> str:
-    """`tanh` for `tanh`, `tanh_` and `tanh.out`."""
-    return node.name.partition(".")[0].rstrip("_")

@@ -9,22 +9,28 @@ from typing import Any
 
 import torch
 
-from undertow.ir.program import Input, Node, Program, Value
+from undertow.ir.program import Input, Node, Program
 from undertow.ir.types import DTYPE_NAMES
+from undertow.ir.values import Value
 
 
 def print_program(program: Program) -> str:
     """The whole Program, a line for each input and node."""
     lines = [_input_row(item) for item in program.inputs]
-    lines += _node_rows(program.forward_nodes)
+    if program.cotangents:
+        lines += _node_rows(program.first_pass)
+    else:
+        lines += _node_rows(program.nodes[: program.backward_start])
+        lines += [("backward", "", "", "")] if program.backward_start < len(program.nodes) else []
+        lines += _node_rows(program.nodes[program.backward_start :])
     lines += [(f"update {update.input} <- {update.value}", "", "", "") for update in program.updates]
     lines.append((f"return {', '.join(map(str, program.outputs))}", "", "", ""))
-    if program.gradients:
+    if program.cotangents:
         lines.append(("backward", "", "", ""))
         lines += [_input_row(item) for item in program.cotangents]
-        lines += _node_rows(program.backward_nodes)
-        for gradient in program.gradients:
-            lines.append((f"gradient of {gradient.input} = {gradient.value or 'none'}", "", "", ""))
+        lines += _node_rows(program.second_pass)
+    for gradient in program.gradients:
+        lines.append((f"gradient of {gradient.input} = {gradient.value or 'none'}", "", "", ""))
     return _align(lines)
 
 
@@ -45,8 +51,6 @@ def format_argument(argument: Any) -> str:
         return f"[{', '.join(map(format_argument, argument))}]"
     if isinstance(argument, torch.dtype):
         return DTYPE_NAMES.get(argument, str(argument))
-    if isinstance(argument, torch.Generator):
-        return "generator"
     if isinstance(argument, Value | bool | int | str | type(None)) or not isinstance(argument, float):
         return str(argument)
     return repr(argument)
@@ -67,9 +71,8 @@ def _node_rows(nodes: tuple[Node, ...]) -> list[tuple[str, str, str, str]]:
     rows = []
     for node in nodes:
         names = ", ".join("_" if value is None else str(value) for value in node.outputs)
-        kept = [value for value in node.outputs if value is not None]
-        types = ", ".join(str(value.type) for value in kept)
-        size = format_bytes(sum(value.type.num_bytes for value in kept))
+        types = ", ".join(str(value.type) for value in node.named_outputs)
+        size = format_bytes(sum(value.type.num_bytes for value in node.named_outputs))
         rows.append((f"{names} = {format_call(node)}" if names else format_call(node), types, size, str(node.origin)))
     return rows
 

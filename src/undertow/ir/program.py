@@ -1,23 +1,39 @@
 """The Program: a training step as an immutable, typed, single-assignment list of operations.
 
-A Program comes out of capture as a forward pass; autodiff returns a longer one that also holds the backward pass. It
-is pure data: what an operation computes is known to its `target`, what its derivative is to the operation registry.
+A Program is first recorded as a forward pass; autodiff returns a longer one that also holds the backward pass, and a
+training step ends with updates. It is data: nodes name operations, values and live things; nothing in it is alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
-from undertow.ir.types import TensorType, ValueType
+from undertow.ir.operation import Operation
+from undertow.ir.pytorch import operation_of
+from undertow.ir.values import Value, map_values, values_in
 
 
-class Operation(Protocol):
-    """What a node runs: an ATen operation, or one of Undertow's own with the same calling convention."""
+class Phase(Enum):
+    """Which part of a training step a node belongs to, wherever in the step it runs."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Task(Enum):
+    """What a node is there for: the planner's word."""
+
+    FIRST = "first run"
+    AGAIN = "second run"
+    ENCODE = "encode"
+    DECODE = "decode"
+    READ_CODE = "read code"
+    RECORD_STATE = "record the generator's state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +52,6 @@ class Origin:
 
     def __str__(self) -> str:
         return "  ".join(part for part in (self.module_path, self.location) if part)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Value:
-    """One result, assigned once. Values are compared by identity; `name` is unique within a Program."""
-
-    name: str
-    type: ValueType
-
-    @property
-    def tensor_type(self) -> TensorType:
-        """The type of a value that is known to be a tensor."""
-        assert isinstance(self.type, TensorType)
-        return self.type
-
-    def __str__(self) -> str:
-        return f"%{self.name}"
-
-    __repr__ = __str__
 
 
 class InputKind(Enum):
@@ -80,28 +77,46 @@ class Input:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One operation. Arguments are Values, constants, or tuples of them; an output nobody reads may be None."""
+    """One operation. Arguments are Values, Live things, constants, or tuples of them; an output nobody reads may be
+    None. One of PyTorch's operations may be given for its record.
+    """
 
-    target: Operation
+    operation: Operation
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[Value | None, ...]
     origin: Origin
+    phase: Phase = Phase.FORWARD
+    task: Task = Task.FIRST
     # Every Value among the arguments, in order, repetitions included; every pass asks for it.
     inputs: tuple[Value, ...] = field(init=False, repr=False)
+    named_outputs: tuple[Value, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "operation", operation_of(self.operation))
         object.__setattr__(self, "inputs", tuple(values_in((self.args, tuple(self.kwargs.values())))))
+        object.__setattr__(self, "named_outputs", tuple(value for value in self.outputs if value is not None))
 
     @property
-    def kept_outputs(self) -> tuple[Value, ...]:
-        """The outputs that have a name."""
-        return tuple(value for value in self.outputs if value is not None)
+    def target(self) -> Any:
+        """What rules and passes know the operation by: PyTorch's own, or the record."""
+        return self.operation.key
 
     @property
     def name(self) -> str:
-        """The operation's short name: `convolution`, `add.Tensor`."""
-        return operation_name(self.target)
+        """The operation's name: `convolution`, `add.Tensor`."""
+        return self.operation.name
+
+    @property
+    def shared_input(self) -> Value | None:
+        """The input in whose memory the outputs lie."""
+        place = self.operation.shares
+        return None if place is None or not self.inputs else self.inputs[place]
+
+    def with_values(self, change: Callable[[Value], Value]) -> Node:
+        """The node with every Value v among its arguments replaced by `change(v)`."""
+        kwargs = {name: map_values(item, change) for name, item in self.kwargs.items()}
+        return replace(self, args=map_values(self.args, change), kwargs=kwargs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,10 +135,12 @@ class Gradient:
     value: Value | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """A forward pass, and after autodiff its backward pass behind it.
+    """A forward pass, after autodiff its backward pass, and in a whole training step what becomes of the gradients.
 
+    At the `boundary` the user's code takes the outputs and brings the cotangents; where there are no cotangents, all
+    nodes come before it. In a whole training step `seed` is the cotangent of the loss, which a node makes.
     `differentiable` are the values through which eager PyTorch would carry a gradient. `preparation` makes the prepared
     inputs from parameters and buffers; it runs when one of these has changed.
     """
@@ -133,51 +150,93 @@ class Program:
     outputs: tuple[Value, ...]
     updates: tuple[Update, ...] = ()
     differentiable: frozenset[Value] = frozenset()
-    num_forward_nodes: int = 0
+    boundary: int = 0
     cotangents: tuple[Input, ...] = ()
     gradients: tuple[Gradient, ...] = field(default=())
+    seed: Value | None = None
     preparation: Program | None = None
 
     @property
-    def forward_nodes(self) -> tuple[Node, ...]:
-        """The nodes of the forward pass."""
-        return self.nodes[: self.num_forward_nodes]
+    def first_pass(self) -> tuple[Node, ...]:
+        """What runs before the cotangents are there."""
+        return self.nodes[: self.boundary]
 
     @property
-    def backward_nodes(self) -> tuple[Node, ...]:
-        """The nodes of the backward pass; empty before autodiff."""
-        return self.nodes[self.num_forward_nodes :]
+    def second_pass(self) -> tuple[Node, ...]:
+        """What runs after that; nothing where there are no cotangents."""
+        return self.nodes[self.boundary :]
+
+    @cached_property
+    def makers(self) -> dict[Value, Node]:
+        """The node that makes each value."""
+        return {value: node for node in self.nodes for value in node.named_outputs}
+
+    @cached_property
+    def positions(self) -> dict[Node, int]:
+        """Where each node stands."""
+        return {node: position for position, node in enumerate(self.nodes)}
+
+    @cached_property
+    def ends(self) -> tuple[Value, ...]:
+        """What is there when the step has run: outputs, new values of buffers, gradients."""
+        ends = [*self.outputs, *(update.value for update in self.updates)]
+        ends += [gradient.value for gradient in self.gradients if gradient.value is not None]
+        return tuple(ends)
+
+    @cached_property
+    def readers(self) -> dict[Value, list[int]]:
+        """For each value the positions of the nodes that read it; what is there at the end is read at -1."""
+        readers: dict[Value, list[int]] = {}
+        for position, node in enumerate(self.nodes):
+            for value in dict.fromkeys(node.inputs):
+                readers.setdefault(value, []).append(position)
+        for value in self.ends:
+            readers.setdefault(value, []).append(-1)
+        return readers
+
+    @cached_property
+    def backward_start(self) -> int:
+        """The position of the first node of the backward pass; their number where there is none.
+
+        Where no cotangents come from outside, that is the one that makes the loss's own: some of a derivative may be
+        prepared earlier.
+        """
+        if self.cotangents:
+            return self.boundary
+        if self.seed in self.makers:
+            return self.positions[self.makers[self.seed]]
+        runs = (
+            position
+            for position, node in enumerate(self.nodes)
+            if node.phase is Phase.BACKWARD and node.task in (Task.FIRST, Task.READ_CODE)
+        )
+        return next(runs, len(self.nodes))
+
+    def count(self, phase: Phase) -> int:
+        """How many nodes belong to a phase."""
+        return sum(node.phase is phase for node in self.nodes)
+
+    def map_nodes(self, change: Callable[[Node], Iterable[Node]]) -> Program:
+        """The Program with each node replaced by others, none or several; passes stay apart."""
+        return self.with_pieces([tuple(change(node)) for node in self.nodes])
 
     def with_pieces(self, pieces: Sequence[Sequence[Node]]) -> Program:
         """The Program with each node replaced by those of its piece, none or several; passes stay apart."""
-        num_forward = sum(len(piece) for piece in pieces[: self.num_forward_nodes])
-        return replace(self, nodes=tuple(node for piece in pieces for node in piece), num_forward_nodes=num_forward)
+        boundary = sum(len(piece) for piece in pieces[: self.boundary])
+        return replace(self, nodes=tuple(node for piece in pieces for node in piece), boundary=boundary)
+
+    def with_ends(self, change: Callable[[Value], Value]) -> Program:
+        """The Program whose outputs, updates and gradients are `change(value)` of what they were."""
+        return replace(
+            self,
+            outputs=tuple(map(change, self.outputs)),
+            updates=tuple(replace(item, value=change(item.value)) for item in self.updates),
+            gradients=tuple(
+                item if item.value is None else replace(item, value=change(item.value)) for item in self.gradients
+            ),
+        )
 
     def __str__(self) -> str:
         from undertow.ir.printer import print_program
 
         return print_program(self)
-
-
-def values_in(arguments: Any) -> Iterator[Value]:
-    """The Values in nested tuples."""
-    if isinstance(arguments, Value):
-        yield arguments
-    elif isinstance(arguments, tuple | list):
-        for argument in arguments:
-            yield from values_in(argument)
-
-
-def map_values(arguments: Any, replace: Any) -> Any:
-    """`arguments` with every Value v replaced by `replace(v)`, tuples kept."""
-    if isinstance(arguments, Value):
-        return replace(arguments)
-    if isinstance(arguments, tuple | list):
-        return tuple(map_values(argument, replace) for argument in arguments)
-    return arguments
-
-
-def operation_name(target: Operation) -> str:
-    """`aten.add.Tensor` as `add.Tensor`, `aten.relu.default` as `relu`; Undertow's own by their name."""
-    text = str(target).removeprefix("aten.")
-    return text.removesuffix(".default")

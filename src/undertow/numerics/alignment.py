@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from undertow.ir import Node, Program, TensorType, Value
+from undertow.ir.pytorch import operation_of
 from undertow.ir.types import contiguous_strides
 
 aten = torch.ops.aten
@@ -29,14 +30,14 @@ def align_products(program: Program) -> Program:
 class _Aligner:
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.maker = {value: node for node in program.nodes for value in node.kept_outputs}
+        self.maker = program.makers
         self.padded: dict[tuple[Value, tuple[int, int]], Value] = {}
         self.nodes: list[Node] = []
 
     def run(self) -> Program:
         pieces = []
         for position, node in enumerate(self.program.nodes):
-            if position == self.program.num_forward_nodes:
+            if position == self.program.boundary:
                 self.padded.clear()  # nothing is kept for the backward pass twice
             start = len(self.nodes)
             if node.target is aten.mm.default:
@@ -48,7 +49,7 @@ class _Aligner:
 
     def _add_product(self, node: Node) -> None:
         left, right = node.args
-        (result,) = node.kept_outputs
+        (result,) = node.named_outputs
         rows, inner = left.tensor_type.shape
         columns = right.tensor_type.shape[1]
         unit = UNIT_BYTES // result.tensor_type.dtype.itemsize
@@ -68,7 +69,7 @@ class _Aligner:
                 strides = whole.tensor_type.strides
                 whole = self._emit(aten.slice.Tensor, (whole, dim, 0, size), result, shape, node, strides)
         copy = {"memory_format": torch.contiguous_format}
-        self.nodes.append(Node(aten.clone.default, (whole,), copy, (result,), node.origin))
+        self.nodes.append(Node(operation_of(aten.clone.default), (whole,), copy, (result,), node.origin, node.phase))
 
     def _pad(self, value: Value, more: tuple[int, int], product: Node) -> Value:
         """`value` with so many more rows and columns of zeros."""
@@ -102,5 +103,5 @@ class _Aligner:
         kind = like.tensor_type
         strides = contiguous_strides(shape) if strides is None else strides
         value = Value(f"{like.name}_{len(self.nodes)}", TensorType(kind.dtype, shape, strides, kind.device))
-        self.nodes.append(Node(target, args, {}, (value,), product.origin))
+        self.nodes.append(Node(target, args, {}, (value,), product.origin, product.phase))
         return value

@@ -15,7 +15,6 @@ import torch
 
 from undertow.ir import Node, Program, Value
 from undertow.ir.types import contiguous_strides
-from undertow.numerics.folding import find_readers
 from undertow.ops.fast_normalization import FOLD_BIAS, FOLD_WEIGHT
 
 aten = torch.ops.aten
@@ -23,8 +22,8 @@ aten = torch.ops.aten
 
 def fold_batch_norms(program: Program) -> Program:
     """The Program without the batch normalisations that can be folded."""
-    makers = {value: place for place, node in enumerate(program.nodes) for value in node.kept_outputs}
-    readers = find_readers(program)
+    makers = {value: place for place, node in enumerate(program.nodes) for value in node.named_outputs}
+    readers = program.readers
     nodes: list[tuple[Node, ...]] = [(node,) for node in program.nodes]
     for place, node in enumerate(program.nodes):
         statistics = _statistics(node)
@@ -55,7 +54,7 @@ def _can_fold(convolution: Node, norm: Node) -> bool:
     tensors = (*convolution.inputs, *norm.inputs)
     is_float = all(value.tensor_type.dtype is torch.float32 for value in tensors)
     is_on_cpu = all(value.tensor_type.device.type == "cpu" for value in tensors)
-    is_same = norm.kept_outputs[0].type == convolution.kept_outputs[0].type
+    is_same = norm.named_outputs[0].type == convolution.named_outputs[0].type
     return is_float and is_on_cpu and is_same and not (is_transposed and groups > 1)
 
 
@@ -63,7 +62,7 @@ def _fold(
     convolution: Node, norm: Node, weight: Any, bias: Any, mean: Value, variance: Value, epsilon: float
 ) -> tuple[Node, ...]:
     old_weight, old_bias, is_transposed = convolution.args[1], convolution.args[2], convolution.args[6]
-    result = norm.kept_outputs[0]
+    result = norm.named_outputs[0]
     kind = old_weight.tensor_type
     new_weight = Value(f"{result.name}_weight", replace(kind, strides=contiguous_strides(kind.shape)))
     new_bias = Value(f"{result.name}_bias", mean.tensor_type)

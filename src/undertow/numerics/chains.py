@@ -16,7 +16,6 @@ import torch
 from undertow.ir import Node, Program, TensorType, Value
 from undertow.ir.cost import Cost
 from undertow.kernels.compiler import HAS_NUMBA
-from undertow.numerics.folding import find_readers
 from undertow.ops.chains import chain
 from undertow.ops.lifetimes import is_dense
 
@@ -95,10 +94,10 @@ class _Chain:
     def as_node(self) -> Node:
         """The chain as one node."""
         inputs, steps = self._steps()
-        return replace(self.nodes[-1], target=chain(steps, len(inputs)), args=tuple(inputs), kwargs={})
+        return replace(self.nodes[-1], operation=chain(steps, len(inputs)), args=tuple(inputs), kwargs={})
 
     def _steps(self) -> tuple[list[Value], tuple[tuple[str, tuple[int | float, ...]], ...]]:
-        made = {value for node in self.nodes[:-1] for value in node.kept_outputs}
+        made = {value for node in self.nodes[:-1] for value in node.named_outputs}
         inputs = list(dict.fromkeys(value for node in self.nodes for value in node.inputs if value not in made))
         places: dict[Value, int] = {value: place for place, value in enumerate(inputs)}
         steps: list[tuple[str, tuple[int | float, ...]]] = []
@@ -106,7 +105,7 @@ class _Chain:
             first = len(inputs) + len(steps)
             for operation, operands in _STEPS[node.target](*node.args, **node.kwargs):
                 steps.append((operation, tuple(_place(operand, places, first) for operand in operands)))
-            places[node.kept_outputs[0]] = len(inputs) + len(steps) - 1
+            places[node.named_outputs[0]] = len(inputs) + len(steps) - 1
         return inputs, tuple(steps)
 
 
@@ -118,15 +117,15 @@ def _place(operand: Operand, places: dict[Value, int], first: int) -> int | floa
 
 def _find_chains(program: Program) -> list[_Chain]:
     """Trees of at least two nodes, each as large as it can be; both passes apart."""
-    readers = find_readers(program)
-    maker = {value: place for place, node in enumerate(program.nodes) for value in node.kept_outputs}
+    readers = program.readers
+    maker = {value: place for place, node in enumerate(program.nodes) for value in node.named_outputs}
     taken: set[int] = set()
     found = []
     for last in range(len(program.nodes) - 1, -1, -1):
         if last in taken or not _is_foldable(program.nodes[last]):
             continue
-        kind = program.nodes[last].kept_outputs[0].type
-        is_backward = last >= program.num_forward_nodes
+        kind = program.nodes[last].named_outputs[0].type
+        is_backward = last >= program.boundary
         places, waiting, inputs = [last], list(program.nodes[last].inputs), set(program.nodes[last].inputs)
         while waiting:
             value = waiting.pop()
@@ -135,7 +134,7 @@ def _find_chains(program: Program) -> list[_Chain]:
                 continue
             node = program.nodes[place]
             inside = inputs - {value} | set(node.inputs)
-            is_same_pass = (place >= program.num_forward_nodes) == is_backward
+            is_same_pass = (place >= program.boundary) == is_backward
             if is_same_pass and _is_foldable(node) and len(inside) <= MOST_INPUTS:
                 places.append(place)
                 waiting += node.inputs
@@ -148,12 +147,12 @@ def _find_chains(program: Program) -> list[_Chain]:
 
 
 def _is_foldable(node: Node) -> bool:
-    if node.target not in _STEPS or len(node.kept_outputs) != 1:
+    if node.target not in _STEPS or len(node.named_outputs) != 1:
         return False
-    kind = node.kept_outputs[0].type
+    kind = node.named_outputs[0].type
     if not isinstance(kind, TensorType) or kind.dtype is not torch.float32 or kind.device.type != "cpu":
         return False
-    is_plain = kind.num_elements >= LEAST_ELEMENTS and is_dense(node.kept_outputs[0])
+    is_plain = kind.num_elements >= LEAST_ELEMENTS and is_dense(node.named_outputs[0])
     try:
         has_steps = bool(_STEPS[node.target](*node.args, **node.kwargs))
     except TypeError:  # an argument beyond those of the record, such as alpha

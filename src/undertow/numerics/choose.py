@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from undertow.ir import Node, Origin, Program, Value, map_values
+from undertow.ir import Node, Origin, Phase, Program, Value
 from undertow.ir.cost import Cost
+from undertow.ir.pytorch import operation_of
 from undertow.numerics.chains import fold_chains
 from undertow.numerics.convolutions import (
     PLAIN_FORM,
@@ -38,7 +39,7 @@ from undertow.numerics.preparation import find_fixed
 from undertow.numerics.products import biased_product_choices, prepared_product_choices, product_choices
 from undertow.ops.fast_products import PRODUCT
 from undertow.ops.onednn import PRODUCT_PREPARED
-from undertow.ops.own import RESTRIDE, Mutating
+from undertow.ops.own import RESTRIDE, functional
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ CostTable = Callable[[Sequence[Node]], Callable[[Node], Cost]]
 _CHOICES: dict[Any, Callable[[Node], list[Node]]] = {
     aten.convolution.default: convolution_choices,
     aten.convolution_backward.default: convolution_backward_choices,
-    Mutating(aten.native_batch_norm.default): batch_norm_choices,
+    functional(operation_of(aten.native_batch_norm.default)): batch_norm_choices,
     aten.native_batch_norm.default: batch_norm_choices,
     aten._native_batch_norm_legit_no_training.default: batch_norm_evaluation_choices,
     aten.native_batch_norm_backward.default: batch_norm_backward_choices,
@@ -108,9 +109,9 @@ def choose_kernels(program: Program, measure: CostTable, rank: Callable[[Cost], 
 def _as_timed(prepared: Iterable[Node], residuals: dict[Value, Value]) -> dict[Node, Node]:
     """Convolutions that are to end with a sum and a ReLU as they will run: how much that takes differs among them."""
     return {
-        node: replace(node, args=(*node.args[:-2], residuals[node.kept_outputs[0]], True))
+        node: replace(node, args=(*node.args[:-2], residuals[node.named_outputs[0]], True))
         for node in prepared
-        if is_prepared(node) and node.kept_outputs[0] in residuals
+        if is_prepared(node) and node.named_outputs[0] in residuals
     }
 
 
@@ -122,7 +123,7 @@ def _with_preparations(program: Program, preparations: dict[Node, Node]) -> Prog
     for node in program.nodes:
         preparation = next((by_output[value] for value in node.inputs if value in by_output), None)
         if preparation is not None:
-            (prepared,) = preparation.kept_outputs
+            (prepared,) = preparation.named_outputs
             key = preparation.target, preparation.args
             if key not in made:
                 made[key] = prepared
@@ -131,7 +132,7 @@ def _with_preparations(program: Program, preparations: dict[Node, Node]) -> Prog
             node = replace(node, args=args)
         nodes.append(node)
     num_new = len(nodes) - len(program.nodes)
-    return replace(program, nodes=tuple(nodes), num_forward_nodes=program.num_forward_nodes + num_new)
+    return replace(program, nodes=tuple(nodes), boundary=program.boundary + num_new)
 
 
 def _rename(program: Program, renamed: dict[Value, Value]) -> Program:
@@ -140,18 +141,7 @@ def _rename(program: Program, renamed: dict[Value, Value]) -> Program:
     def new(value: Value) -> Value:
         return renamed.get(value, value)
 
-    nodes = tuple(
-        replace(
-            node,
-            args=map_values(node.args, new),
-            kwargs={name: map_values(item, new) for name, item in node.kwargs.items()},
-        )
-        for node in program.nodes
-    )
-    gradients = tuple(
-        replace(item, value=None if item.value is None else new(item.value)) for item in program.gradients
-    )
-    return replace(program, nodes=nodes, gradients=gradients)
+    return program.map_nodes(lambda node: (node.with_values(new),)).with_ends(new)
 
 
 def lay_out_gradients(program: Program) -> Program:
@@ -161,7 +151,8 @@ def lay_out_gradients(program: Program) -> Program:
     for item in program.gradients:
         if item.value is not None and item.value.tensor_type.strides != item.input.tensor_type.strides:
             value = Value(f"{item.value.name}_as_{item.input.name}", item.input.tensor_type)
-            nodes.append(Node(RESTRIDE, (item.value, value.tensor_type.strides), {}, (value,), Origin(item.input.name)))
+            args = (item.value, value.tensor_type.strides)
+            nodes.append(Node(RESTRIDE, args, {}, (value,), Origin(item.input.name), Phase.BACKWARD))
             item = replace(item, value=value)
         gradients.append(item)
     return replace(program, nodes=tuple(nodes), gradients=tuple(gradients))

@@ -15,17 +15,25 @@ from undertow.ir import Node, Value
 from undertow.ir.types import contiguous_strides
 from undertow.kernels.convolution import ALGORITHMS, ConvolutionShape, PreparedAlgorithm, shape_from
 from undertow.numerics.layout import is_channels_last, is_float_image
-from undertow.ops.fast_convolution import backward_by, forward_by, prepare_by, prepared_by, prepared_size
+from undertow.ops.fast_convolution import (
+    convolution_backward_by,
+    convolution_by,
+    convolution_weight_by,
+    prepared_convolution_by,
+    prepared_size,
+)
 from undertow.ops.onednn import CONVOLUTION, REORDER_CONVOLUTION, has_onednn
 
 # The loops as written and im2col in one piece are there to be compared with; oneDNN's own is the node as it stands.
 _NEVER_FASTEST = {"plain loops", "im2col", "direct (oneDNN)"}
 CANDIDATES = tuple(item.name for item in ALGORITHMS if item.name not in _NEVER_FASTEST)
-_FORWARD, _BACKWARD = (frozenset(map(make, CANDIDATES)) for make in (forward_by, backward_by))
-_PREPARED = {item.name: prepared_by(item.name) for item in ALGORITHMS if isinstance(item, PreparedAlgorithm)}
+_FORWARD, _BACKWARD = (frozenset(map(make, CANDIDATES)) for make in (convolution_by, convolution_backward_by))
+_PREPARED = {
+    item.name: prepared_convolution_by(item.name) for item in ALGORITHMS if isinstance(item, PreparedAlgorithm)
+}
 # What a convolution from prepared weights makes needless where the weights are fixed.
 PLAIN_FORM: dict[Any, Any] = {CONVOLUTION: torch.ops.aten.convolution.default} | {
-    target: forward_by(name) for name, target in _PREPARED.items()
+    operation: convolution_by(name) for name, operation in _PREPARED.items()
 }
 _REFUSAL = {item.name: item.refusal for item in ALGORITHMS}
 
@@ -38,7 +46,7 @@ def convolution_choices(node: Node) -> list[Node]:
         return []
     geometry = (*map(tuple, (stride, padding, dilation)), groups)
     own = [
-        replace(node, target=forward_by(name), args=(x, weight, bias, *geometry, False), kwargs={})
+        replace(node, operation=convolution_by(name), args=(x, weight, bias, *geometry, False), kwargs={})
         for name in _able(x, weight, *geometry)
     ]
     return [node, *own]
@@ -62,17 +70,21 @@ def prepared_convolution_choices(node: Node) -> dict[Node, Node]:
         kind = replace(weight.tensor_type, shape=(size,), strides=(1,))
         prepared = Value(f"{y.name}_prepared", kind)
         preparation = replace(
-            node, target=prepare_by(name), args=(weight, x_shape, *geometry), kwargs={}, outputs=(prepared,)
+            node,
+            operation=convolution_weight_by(name),
+            args=(weight, x_shape, *geometry),
+            kwargs={},
+            outputs=(prepared,),
         )
         args = (x, prepared, bias, weight_shape, *geometry, None, False)
-        found[replace(node, target=_PREPARED[name], args=args, kwargs={})] = preparation
+        found[replace(node, operation=_PREPARED[name], args=args, kwargs={})] = preparation
     if has_onednn():
         prepared = Value(f"{y.name}_prepared", weight.tensor_type)
         preparation = replace(
-            node, target=REORDER_CONVOLUTION, args=(weight, x_shape, *geometry), kwargs={}, outputs=(prepared,)
+            node, operation=REORDER_CONVOLUTION, args=(weight, x_shape, *geometry), kwargs={}, outputs=(prepared,)
         )
         args = (x, prepared, bias, *geometry, None, False)
-        found[replace(node, target=CONVOLUTION, args=args, kwargs={})] = preparation
+        found[replace(node, operation=CONVOLUTION, args=args, kwargs={})] = preparation
     return found
 
 
@@ -89,7 +101,7 @@ def convolution_backward_choices(node: Node) -> list[Node]:
     outputs = (ct_x, _contiguous(node.outputs[1]), ct_bias)
     args = (ct, x, weight, *geometry, given, None)
     own = [
-        replace(node, target=backward_by(name), args=args, kwargs={}, outputs=outputs)
+        replace(node, operation=convolution_backward_by(name), args=args, kwargs={}, outputs=outputs)
         for name in _able(x, weight, *geometry)
     ]
     return [node, *own]

@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
-from undertow.ir import Node, Program, TensorType, Value, map_values
+from undertow.ir import Node, Operation, Program, TensorType, Value, map_values
 from undertow.ir.cost import signature
+from undertow.ir.pytorch import operation_of
+from undertow.ir.schema import flatten_outputs, schema_of
 from undertow.ops.fused import WHOLE
-from undertow.ops.own import Mutating, has_effect, is_view
-from undertow.ops.schema import flatten_outputs, schema_of
+from undertow.ops.own import functional
 
 aten = torch.ops.aten
 
 # Batch normalisation as an operation that gives its new statistics instead of writing them.
 _FUNCTIONAL: dict[Any, Callable[..., Any]] = {
-    Mutating(aten.native_batch_norm.default): lambda *args: aten._native_batch_norm_legit_functional(*args),
-    Mutating(aten.cudnn_batch_norm.default): lambda *args: _cudnn_batch_norm(*args),
+    functional(operation_of(aten.native_batch_norm.default)): lambda *args: aten._native_batch_norm_legit_functional(
+        *args
+    ),
+    functional(operation_of(aten.cudnn_batch_norm.default)): lambda *args: _cudnn_batch_norm(*args),
 }
 
 
@@ -48,12 +49,14 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     return {**get_decompositions(further), **select_decomp_table()}
 
 
-def _is_expandable(target: Any) -> bool:
-    if target in _FUNCTIONAL:
+def _is_expandable(operation: Operation) -> bool:
+    if operation in _FUNCTIONAL:
         return True
-    if not isinstance(target, OpOverload) or has_effect(target) or is_view(target) or target in WHOLE:
+    overload = operation.overload
+    if overload is None or operation.must_run or operation.is_view or overload in WHOLE:
         return False
-    return not schema_of(target).mutated and target in _decompositions() and target.overloadpacket not in flop_registry
+    is_known = overload in _decompositions() and overload.overloadpacket not in flop_registry
+    return is_known and not schema_of(overload).mutated
 
 
 def expand(program: Program) -> Program:
@@ -72,18 +75,16 @@ class _Expander:
         pieces = []
         for node in self.program.nodes:
             start = len(self.nodes)
-            args = map_values(node.args, self._now)
-            kwargs = {name: map_values(item, self._now) for name, item in node.kwargs.items()}
-            self._add(replace(node, args=args, kwargs=kwargs))
+            self._add(node.with_values(self._now))
             pieces.append(self.nodes[start:])
-        return replace_ends(self.program.with_pieces(pieces), self._now)
+        return self.program.with_pieces(pieces).with_ends(self._now)
 
     def _now(self, value: Value) -> Value:
         return self.renamed.get(value, value)
 
     def _add(self, node: Node) -> None:
         graph = None
-        if _is_expandable(node.target):
+        if _is_expandable(node.operation):
             key = signature(node)
             if key not in self.graphs:
                 self.graphs[key] = _decompose(node)
@@ -99,7 +100,7 @@ class _Expander:
         results = graph.find_nodes(op="output")[0].args[0]
         known = {item: value for item, value in zip(results, node.outputs, strict=True) if value is not None}
         found: dict[torch.fx.Node, Any] = {}
-        base = node.kept_outputs[0].name
+        base = node.named_outputs[0].name
         for item in graph.nodes:
             if item.op == "placeholder":
                 found[item] = next(inputs)
@@ -115,7 +116,9 @@ class _Expander:
                     is_new = value is None or value.type != kind
                     outputs.append(Value(f"{base}_{len(found)}_{place}", kind) if is_new else value)
                 args, kwargs = torch.fx.map_arg((item.args, dict(item.kwargs)), found.__getitem__)
-                self.nodes.append(Node(item.target, _tuples(args), dict(kwargs), tuple(outputs), node.origin))
+                self.nodes.append(
+                    Node(item.target, _tuples(args), dict(kwargs), tuple(outputs), node.origin, node.phase)
+                )
                 found[item] = outputs[0] if schema_of(item.target).returns_single else outputs
         for item, value in known.items():
             if found[item] is not value:
@@ -169,15 +172,3 @@ def _has_type(item: Any, value: Value | None) -> bool:
         return False
     # What cuDNN reserves for its own derivative is left empty: that is decomposed as well.
     return TensorType.of(item.meta["val"]) == value.type or item.meta["val"].numel() == 0
-
-
-def replace_ends(program: Program, now: Callable[[Value], Value]) -> Program:
-    """The Program whose outputs, updates and gradients are `now(value)` of what they were."""
-    return replace(
-        program,
-        outputs=tuple(map(now, program.outputs)),
-        updates=tuple(replace(item, value=now(item.value)) for item in program.updates),
-        gradients=tuple(
-            item if item.value is None else replace(item, value=now(item.value)) for item in program.gradients
-        ),
-    )

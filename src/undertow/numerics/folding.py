@@ -15,7 +15,6 @@ from undertow.ir import Node, Program, Value
 from undertow.numerics.convolutions import is_own_backward, is_own_forward, is_prepared, with_mask, with_relu
 from undertow.ops.fast_normalization import BATCH_NORM, BATCH_NORM_BACKWARD, BATCH_NORM_EVALUATE
 from undertow.ops.onednn import PRODUCT_PREPARED
-from undertow.ops.own import is_view
 
 aten = torch.ops.aten
 
@@ -27,8 +26,7 @@ def fold_activations(program: Program) -> Program:
 
 def find_residuals(program: Program) -> dict[Value, Value]:
     """For each result of a convolution that is to end with a sum and a ReLU, what is added to it."""
-    maker = {value: node for node in program.nodes for value in node.kept_outputs}
-    readers = find_readers(program)
+    maker, readers = program.makers, program.readers
     found: dict[Value, Value] = {}
     for node in program.nodes:
         addition = maker.get(node.args[0]) if node.target is aten.relu.default else None
@@ -55,8 +53,8 @@ class _Folder:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.nodes: list[Node | None] = list(program.nodes)
-        self.maker = {value: place for place, node in enumerate(program.nodes) for value in node.kept_outputs}
-        self.readers = find_readers(program)
+        self.maker = {value: place for place, node in enumerate(program.nodes) for value in node.named_outputs}
+        self.readers = program.readers
 
     def run(self) -> Program:
         for place, node in enumerate(self.program.nodes):
@@ -79,7 +77,7 @@ class _Folder:
         before = self._made_for(node.args[0], place)
         if before is None:
             return
-        (result,) = node.kept_outputs
+        (result,) = node.named_outputs
         if is_own_forward(before):
             self._move(before, place, with_relu(before, result))
         elif _takes_residual(before):
@@ -89,9 +87,9 @@ class _Folder:
 
     def _fold_into_product(self, place: int, node: Node, activation: str) -> None:
         """An activation of a product, which may be seen through a view."""
-        (result,) = node.kept_outputs
+        (result,) = node.named_outputs
         before = self._made_for(node.args[0], place)
-        if before is not None and is_view(before.target) and result.type == node.args[0].type:
+        if before is not None and before.operation.is_view and result.type == node.args[0].type:
             view, before = before, self._made_for(before.args[0], self.maker[node.args[0]])
         else:
             view = None
@@ -106,7 +104,7 @@ class _Folder:
 
     def _fold_sum(self, place: int, addition: Node, result: Value) -> None:
         """relu(norm(x) + residual), or of a convolution; either may come first."""
-        at = self.maker[addition.kept_outputs[0]]
+        at = self.maker[addition.named_outputs[0]]
         for term, residual in (addition.args, addition.args[::-1]):
             before = self._made_for(term, at)
             # A value that is added to itself is not there to be added once the sum is made with it.
@@ -150,16 +148,3 @@ def _with_residual_and_relu(norm: Node, residual: Value | None, result: Value) -
 
 def _order(place: int) -> float:
     return place if place >= 0 else float("inf")
-
-
-def find_readers(program: Program) -> dict[Value, list[int]]:
-    """For each value the places of the nodes that read it; whatever leaves the Program is read at -1."""
-    readers: dict[Value, list[int]] = {}
-    for place, node in enumerate(program.nodes):
-        for value in dict.fromkeys(node.inputs):
-            readers.setdefault(value, []).append(place)
-    ends = [*program.outputs, *(update.value for update in program.updates)]
-    ends += [gradient.value for gradient in program.gradients if gradient.value is not None]
-    for value in ends:
-        readers.setdefault(value, []).append(-1)
-    return readers

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from undertow.ir import Node, Program, Value, map_values
+from undertow.ir.pytorch import operation_of
 from undertow.numerics.alignment import align_products
 from undertow.numerics.expansion import expand
 from undertow.numerics.keeping import find_kept
 from undertow.ops.cleaning import remove_unused
 from undertow.ops.fused import Group, fused, is_free, is_fusible
-from undertow.ops.own import has_effect, is_view
 
 
 def fuse(program: Program) -> Program:
@@ -48,25 +48,22 @@ class _Piece:
 class _Fuser:
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.maker = {value: node for node in program.nodes for value in node.kept_outputs}
-        self.position = {node: place for place, node in enumerate(program.nodes)}
-        ends = [*program.outputs, *(item.value for item in program.updates)]
-        ends += [item.value for item in program.gradients if item.value is not None]
-        self.ends = dict.fromkeys(ends)
+        self.maker, self.position = program.makers, program.positions
+        self.ends = dict.fromkeys(program.ends)
         self.cheap = self._find_cheap()
-        in_demand = self._read_by_products(program.forward_nodes) & self._read_by_products(program.backward_nodes)
-        self.kept = in_demand | find_kept(program, self._passed_on(program.forward_nodes), in_demand)
+        in_demand = self._read_by_products(program.first_pass) & self._read_by_products(program.second_pass)
+        self.kept = in_demand | find_kept(program, self._passed_on(program.first_pass), in_demand)
 
     def run(self) -> Program:
-        forward = _Pass(self, self.program.forward_nodes, is_backward=False).build()
-        backward = _Pass(self, self.program.backward_nodes, is_backward=True).build()
-        return replace(self.program, nodes=(*forward, *backward), num_forward_nodes=len(forward))
+        forward = _Pass(self, self.program.first_pass, is_backward=False).build()
+        backward = _Pass(self, self.program.second_pass, is_backward=True).build()
+        return replace(self.program, nodes=(*forward, *backward), boundary=len(forward))
 
     def is_forward(self, value: Value) -> bool:
-        return value in self.maker and self.position[self.maker[value]] < self.program.num_forward_nodes
+        return value in self.maker and self.position[self.maker[value]] < self.program.boundary
 
     def behind_views(self, value: Value) -> Value:
-        while value in self.maker and is_view(self.maker[value].target):
+        while value in self.maker and self.maker[value].operation.is_view:
             value = self.maker[value].inputs[0]
         return value
 
@@ -76,11 +73,11 @@ class _Fuser:
         given = {item.value for item in self.program.inputs}
         found: set[Value] = set()
         for position, node in enumerate(self.program.nodes):
-            if position == self.program.num_forward_nodes:
-                given.update(value for before in self.program.forward_nodes for value in before.kept_outputs)
+            if position == self.program.boundary:
+                given.update(value for before in self.program.first_pass for value in before.named_outputs)
             is_derived = is_free(node) and all(value in given or value in found for value in node.inputs)
-            if is_derived and final.isdisjoint(node.kept_outputs):
-                found.update(node.kept_outputs)
+            if is_derived and final.isdisjoint(node.named_outputs):
+                found.update(node.named_outputs)
         return found
 
     def levels(self, nodes: Iterable[Node]) -> dict[Node, int]:
@@ -89,13 +86,13 @@ class _Fuser:
         after: dict[Value, int] = {}  # the least level that a reader of the value has
         for node in nodes:
             level[node] = max((after.get(value, 0) for value in node.inputs), default=0)
-            is_crossed = not is_fusible(node.target) and not is_view(node.target)
-            after.update(dict.fromkeys(node.kept_outputs, level[node] + is_crossed))
+            is_crossed = not is_fusible(node.operation) and not node.operation.is_view
+            after.update(dict.fromkeys(node.named_outputs, level[node] + is_crossed))
         return level
 
     def _read_by_products(self, nodes: Sequence[Node]) -> set[Value]:
         """What nodes that do not join others read, views followed to what they show."""
-        single = (node for node in nodes if not is_fusible(node.target) and not is_view(node.target))
+        single = (node for node in nodes if not is_fusible(node.operation) and not node.operation.is_view)
         found = {self.behind_views(value) for node in single for value in node.inputs}
         return {value for value in found if self.is_forward(value)} - self.cheap
 
@@ -104,7 +101,7 @@ class _Fuser:
         level = self.levels(nodes)
         found: set[Value] = set()
         for node in nodes:
-            if is_fusible(node.target):
+            if is_fusible(node.operation):
                 sources = (self.behind_views(value) for value in node.inputs)
                 found.update(
                     value for value in sources if value in self.maker and level[self.maker[value]] != level[node]
@@ -122,7 +119,7 @@ class _Pass:
         self.views: dict[Value, Value] = {}
 
     def build(self) -> list[Node]:
-        owner = {value: piece for piece in self.pieces for node in piece.members for value in node.kept_outputs}
+        owner = {value: piece for piece in self.pieces for node in piece.members for value in node.named_outputs}
         for piece in list(self.pieces):
             self._find_reads(piece)
         for piece in self.pieces:
@@ -153,7 +150,7 @@ class _Pass:
         readers: dict[tuple[Value, int], Node] = {}  # of what products make: to be read once by all of a level
         own = set(self.nodes)
         for node in self.nodes:
-            if is_fusible(node.target) and self.fuser.cheap.isdisjoint(node.kept_outputs):
+            if is_fusible(node.operation) and self.fuser.cheap.isdisjoint(node.named_outputs):
                 leader[node] = node
                 for value in map(self.fuser.behind_views, node.inputs):
                     before = self.fuser.maker.get(value)
@@ -166,12 +163,12 @@ class _Pass:
             members.setdefault(find(node), []).append(node)
         position = self.fuser.position
         pieces = [_Piece(tuple(group), position[group[-1]], is_group=True) for group in members.values()]
-        single = (node for node in self.nodes if not is_fusible(node.target) and not is_view(node.target))
+        single = (node for node in self.nodes if not is_fusible(node.operation) and not node.operation.is_view)
         return pieces + [_Piece((node,), position[node], is_group=False) for node in single]
 
     def _find_reads(self, piece: _Piece) -> None:
         if piece.is_group:
-            wanted = [value for node in piece.members for value in node.kept_outputs]
+            wanted = [value for node in piece.members for value in node.named_outputs]
             piece.nodes, piece.reads = self._slice(wanted, set(piece.members))
             return
         sources = [self.fuser.behind_views(value) for node in piece.members for value in node.inputs]
@@ -194,7 +191,7 @@ class _Pass:
         while waiting:
             value = waiting.pop()
             node = self.fuser.maker.get(value)
-            if node is not None and (node in members or is_view(node.target) or self._is_lost(value)):
+            if node is not None and (node in members or node.operation.is_view or self._is_lost(value)):
                 if node not in nodes:
                     nodes.add(node)
                     waiting += node.inputs
@@ -220,7 +217,7 @@ class _Pass:
             for place, piece in enumerate(pieces)
         ]
         effects = [
-            place for place, piece in enumerate(pieces) if any(has_effect(node.target) for node in piece.members)
+            place for place, piece in enumerate(pieces) if any(node.operation.must_run for node in piece.members)
         ]
         for before, after in zip(effects, effects[1:], strict=False):
             waits[after].add(before)
@@ -251,10 +248,9 @@ class _Pass:
         else:
             (node,) = piece.members
             read: Callable[[Value], Value] = lambda value: self._view(value, nodes)  # noqa: E731
-            args = map_values(node.args, read)
-            kwargs = {name: map_values(item, read) for name, item in node.kwargs.items()}
-            nodes.append(replace(node, args=args, kwargs=kwargs))
-        made = set(piece.makes) if piece.is_group else set(piece.members[0].kept_outputs)
+            seen = node.with_values(read)
+            nodes.append(seen)
+        made = set(piece.makes) if piece.is_group else set(piece.members[0].named_outputs)
         for value in self.fuser.ends:
             if value not in made and self.fuser.behind_views(value) in made:
                 self._view(value, nodes)
@@ -263,13 +259,13 @@ class _Pass:
     def _view(self, value: Value, nodes: list[Node]) -> Value:
         """The value as this pass reads it; the views that lead to it are added to `nodes` where they are new."""
         node = self.fuser.maker.get(value)
-        if node is None or not is_view(node.target):
+        if node is None or not node.operation.is_view:
             return self.again.get(value, value)
         if value in self.views:
             return self.views[value]
         args = map_values(node.args, lambda item: self._view(item, nodes))
         is_second = self.is_backward and self.fuser.is_forward(value)
-        renamed = {item: Value(f"{item.name}_seen", item.type) if is_second else item for item in node.kept_outputs}
+        renamed = {item: Value(f"{item.name}_seen", item.type) if is_second else item for item in node.named_outputs}
         self.views.update(renamed)
         nodes.append(
             replace(node, args=args, outputs=tuple(None if item is None else renamed[item] for item in node.outputs))
@@ -283,11 +279,15 @@ def _join_nodes(piece: _Piece) -> Node:
         (node,) = piece.nodes
         if node.target is torch.ops.prims.convert_element_type.default:  # Inductor's name for a cast
             node = replace(
-                node, target=torch.ops.aten._to_copy.default, args=node.args[:1], kwargs={"dtype": node.args[1]}
+                node,
+                operation=operation_of(torch.ops.aten._to_copy.default),
+                args=node.args[:1],
+                kwargs={"dtype": node.args[1]},
             )
         return replace(node, outputs=tuple(piece.makes.get(value) if value else None for value in node.outputs))
     group = Group(piece.nodes, piece.reads, tuple(piece.makes))
-    return Node(fused(group), piece.reads, {}, tuple(piece.makes.values()), piece.nodes[-1].origin)
+    last = piece.nodes[-1]
+    return Node(fused(group), piece.reads, {}, tuple(piece.makes.values()), last.origin, last.phase)
 
 
 def _delay_repeats(pieces: Sequence[_Piece]) -> list[_Piece]:

@@ -18,8 +18,6 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from undertow.ir import Program, Value
 from undertow.ops.fused import is_free
-from undertow.ops.own import is_view
-from undertow.ops.views import TakePart
 
 # Capacities are 32-bit: bytes are counted in units of the largest sum over this.
 MOST = 2**30
@@ -27,8 +25,8 @@ MOST = 2**30
 
 def find_kept(program: Program, passed_on: set[Value], in_demand: set[Value]) -> set[Value]:
     """The values to keep besides `in_demand`, which are; `passed_on` are written to memory in any case."""
-    made = {value: node for node in program.forward_nodes for value in node.kept_outputs if value not in in_demand}
-    needed = {value for node in program.backward_nodes for value in node.inputs if value in made}
+    made = {value: node for node in program.first_pass for value in node.named_outputs if value not in in_demand}
+    needed = {value for node in program.second_pass for value in node.inputs if value in made}
     numbers = {value: number for number, value in enumerate(made)}
     source, sink = 2 * len(made), 2 * len(made) + 1
     total = sum(value.type.num_bytes for value in made) or 1
@@ -36,7 +34,7 @@ def find_kept(program: Program, passed_on: set[Value], in_demand: set[Value]) ->
     edges: dict[tuple[int, int], int] = {}
     for value, node in made.items():
         entry, leave = 2 * numbers[value], 2 * numbers[value] + 1
-        is_shared = isinstance(node.target, TakePart) or is_view(node.target)
+        is_shared = node.operation.is_view
         edges[entry, leave] = MOST if is_shared else -(-value.type.num_bytes // unit)
         if is_free(node) and value not in passed_on:
             for read in node.inputs:

@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from undertow.ir import Node, Origin, Program, TensorType, Value, map_values
+from undertow.ir import Node, Origin, Program, TensorType, Value
+from undertow.ir.pytorch import operation_of
 from undertow.kernels.compiler import HAS_NUMBA
-from undertow.ops.own import RESTRIDE, Mutating, is_random
+from undertow.ops.own import RESTRIDE, functional
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ _KEEPING = {
     aten.cat.default,
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit_no_training.default,
-    Mutating(aten.native_batch_norm.default),
+    functional(operation_of(aten.native_batch_norm.default)),
 }
 
 
@@ -81,8 +81,9 @@ def _is_image(argument: Any) -> bool:
 def _keeps_layout(node: Node) -> bool:
     if node.target in _KEEPING:
         return True
-    is_pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-    return is_pointwise and not is_random(node.target)
+    overload = node.operation.overload
+    is_pointwise = overload is not None and torch.Tag.pointwise in overload.tags
+    return is_pointwise and not node.operation.is_random
 
 
 class _Rewriter:
@@ -106,7 +107,7 @@ class _Rewriter:
         return replace(
             self.program,
             nodes=tuple(self.nodes),
-            num_forward_nodes=len(self.nodes),
+            boundary=len(self.nodes),
             outputs=outputs,
             updates=updates,
             differentiable=frozenset(self.differentiable),
@@ -135,9 +136,7 @@ class _Rewriter:
         self._append(node, lambda value: self._in_own_layout(value, node.origin), outputs)
 
     def _append(self, node: Node, resolve: Any, outputs: tuple[Value | None, ...]) -> None:
-        args = map_values(node.args, resolve)
-        kwargs = {name: map_values(item, resolve) for name, item in node.kwargs.items()}
-        self.nodes.append(replace(node, args=args, kwargs=kwargs, outputs=outputs))
+        self.nodes.append(replace(node.with_values(resolve), outputs=outputs))
 
     def _as_it_is(self, value: Value) -> Value:
         self.plain.add(value)

@@ -30,7 +30,7 @@ def batch_norm_choices(node: Node) -> list[Node]:
         return []
     if is_training:
         args: Any = (x, weight, bias, running_mean, running_var, momentum, epsilon, None, False)
-        return [node, replace(node, target=BATCH_NORM, args=args, kwargs={})]
+        return [node, replace(node, operation=BATCH_NORM, args=args, kwargs={})]
     return _evaluation(node, (x, weight, bias, running_mean, running_var, epsilon, None, False))
 
 
@@ -50,13 +50,13 @@ def batch_norm_backward_choices(node: Node) -> list[Node]:
     if node.outputs[0] is None or not is_channels_last(node.outputs[0].tensor_type):
         return []
     args = (ct, x, weight, mean, inverse_std, None, False)
-    return [node, replace(node, target=BATCH_NORM_BACKWARD, args=args, kwargs={}, outputs=(*node.outputs, None))]
+    return [node, replace(node, operation=BATCH_NORM_BACKWARD, args=args, kwargs={}, outputs=(*node.outputs, None))]
 
 
 def _evaluation(node: Node, args: tuple[Any, ...]) -> list[Node]:
     if any(value is not None for value in node.outputs[1:]):
         return []
-    return [node, replace(node, target=BATCH_NORM_EVALUATE, args=args, kwargs={}, outputs=node.outputs[:1])]
+    return [node, replace(node, operation=BATCH_NORM_EVALUATE, args=args, kwargs={}, outputs=node.outputs[:1])]
 
 
 def layer_norm_choices(node: Node) -> list[Node]:
@@ -64,7 +64,7 @@ def layer_norm_choices(node: Node) -> list[Node]:
     x, shape, weight, bias, epsilon = node.args
     if not _are_rows(x, shape, weight, bias):
         return []
-    return [node, replace(node, target=LAYER_NORM, args=(x, weight, bias, epsilon), kwargs={})]
+    return [node, replace(node, operation=LAYER_NORM, args=(x, weight, bias, epsilon), kwargs={})]
 
 
 def layer_norm_backward_choices(node: Node) -> list[Node]:
@@ -72,7 +72,7 @@ def layer_norm_backward_choices(node: Node) -> list[Node]:
     ct, x, shape, mean, inverse_std, weight, bias, _ = node.args
     if not _are_rows(x, shape, weight, bias):
         return []
-    return [node, replace(node, target=LAYER_NORM_BACKWARD, args=(ct, x, mean, inverse_std, weight), kwargs={})]
+    return [node, replace(node, operation=LAYER_NORM_BACKWARD, args=(ct, x, mean, inverse_std, weight), kwargs={})]
 
 
 def _are_rows(x: Value, shape: Any, weight: Value | None, bias: Value | None) -> bool:

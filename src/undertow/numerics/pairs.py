@@ -16,7 +16,6 @@ import torch
 from undertow.ir import Node, Program, TensorType, Value
 from undertow.ir.cost import Cost
 from undertow.kernels.compiler import HAS_NUMBA
-from undertow.numerics.folding import find_readers
 from undertow.numerics.layout import is_channels_last, is_float_image
 from undertow.ops.fast_losses import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
 from undertow.ops.fast_pooling import MAX_POOL, MAX_POOL_BACKWARD
@@ -32,7 +31,7 @@ _MOST_CODES = 256
 
 def choose_pairs(program: Program, measure: Any, rank: Callable[[Cost], Any]) -> Program:
     """The Program with those exchanges made that rank lower than what they stand for."""
-    readers = find_readers(program)
+    readers = program.readers
     exchanges = [found for maker in (_pool, _cross_entropy) for found in maker(program, readers)]
     if not exchanges:
         return program
@@ -70,8 +69,10 @@ def _pool(program: Program, readers: dict[Value, list[int]]) -> Iterator[Exchang
         exchange: Exchange = {place: Node(MAX_POOL, args, {}, (y, codes), node.origin)}
         for at in backward:
             old = program.nodes[at]
-            size = tuple(old.kept_outputs[0].tensor_type.shape[2:])
-            exchange[at] = replace(old, target=MAX_POOL_BACKWARD, args=(old.args[0], codes, size, *geometry), kwargs={})
+            size = tuple(old.named_outputs[0].tensor_type.shape[2:])
+            exchange[at] = replace(
+                old, operation=MAX_POOL_BACKWARD, args=(old.args[0], codes, size, *geometry), kwargs={}
+            )
         yield exchange
 
 
@@ -80,7 +81,7 @@ def _is_pool_backward(program: Program, place: int, indices: Value | None) -> bo
         return False
     node = program.nodes[place]
     is_backward = node.target is aten.max_pool2d_with_indices_backward.default and node.args[-1] is indices
-    return is_backward and all(is_channels_last(value.tensor_type) for value in node.kept_outputs)
+    return is_backward and all(is_channels_last(value.tensor_type) for value in node.named_outputs)
 
 
 def _geometry(
@@ -91,18 +92,16 @@ def _geometry(
 
 
 def _cross_entropy(program: Program, readers: dict[Value, list[int]]) -> Iterator[Exchange]:
-    makers = {value: place for place, node in enumerate(program.nodes) for value in node.kept_outputs}
     for place, node in enumerate(program.nodes):
         if node.target is not aten.nll_loss_forward.default or node.outputs[0] is None:
             continue
         log_softmax, targets, weight, reduction, ignored = node.args
         loss, total = node.outputs
-        softmax_place = makers.get(log_softmax)
-        if softmax_place is None or weight is not None or reduction not in _REDUCTIONS:
+        softmax = program.makers.get(log_softmax)
+        if softmax is None or weight is not None or reduction not in _REDUCTIONS:
             continue
         if targets.tensor_type.dtype is not torch.int64 or not targets.tensor_type.is_contiguous:
             continue
-        softmax = program.nodes[softmax_place]
         if softmax.target is not aten._log_softmax.default or not _are_rows(softmax.args[0], softmax.args[1]):
             continue
         backward = [at for at in readers[log_softmax] if at != place]
@@ -115,12 +114,12 @@ def _cross_entropy(program: Program, readers: dict[Value, list[int]]) -> Iterato
         kind = logits.tensor_type
         rows = TensorType(kind.dtype, kind.shape[:1], (1,), kind.device)
         logsumexp = Value(f"{log_softmax.name}_logsumexp", rows) if found else None
-        exchange: Exchange = {softmax_place: None}
+        exchange: Exchange = {program.positions[softmax]: None}
         exchange[place] = Node(CROSS_ENTROPY, (logits, targets, ignored, name), {}, (loss, logsumexp), node.origin)
         for at, ct in found.items():
             old = program.nodes[at]
             args = (ct, logits, targets, ignored, name, logsumexp)
-            exchange[at] = None if ct is None else replace(old, target=CROSS_ENTROPY_BACKWARD, args=args, kwargs={})
+            exchange[at] = None if ct is None else replace(old, operation=CROSS_ENTROPY_BACKWARD, args=args, kwargs={})
         yield exchange
 
 
@@ -134,9 +133,9 @@ def _loss_backward(
     is_pair = (
         first.target is aten.nll_loss_backward.default
         and second.target is aten._log_softmax_backward_data.default
-        and second.args[0] is first.kept_outputs[0]
+        and second.args[0] is first.named_outputs[0]
         and first.args[-1] is total
-        and readers[first.kept_outputs[0]] == [places[1]]
+        and readers[first.named_outputs[0]] == [places[1]]
     )
     return {places[0]: None, places[1]: first.args[0]} if is_pair else None
 

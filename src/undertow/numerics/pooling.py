@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from undertow.ir import Node
+from undertow.ir.schema import bind_arguments
 from undertow.numerics.layout import is_channels_last, is_float_image
 from undertow.ops.fast_pooling import MAX_POOL_MAXIMA
-from undertow.ops.registry import bind_arguments
 
 _MOST_PLACES = 256  # in a window: the kernel notes the winner in a byte
 
@@ -26,7 +26,7 @@ def max_pool_choices(node: Node) -> list[Node]:
     if kernel[0] * kernel[1] > _MOST_PLACES:
         return []
     args = (x, kernel, stride, padding, dilation, y.tensor_type.shape[2:])
-    return [node, replace(node, target=MAX_POOL_MAXIMA, args=args, kwargs={}, outputs=(y,))]
+    return [node, replace(node, operation=MAX_POOL_MAXIMA, args=args, kwargs={}, outputs=(y,))]
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ def product_choices(node: Node) -> list[Node]:
     found = _choices(node, left, right, None)
     if not found or not HAS_NUMBA:
         return found
-    return [*found, replace(node, target=PACKED_PRODUCT)]
+    return [*found, replace(node, operation=PACKED_PRODUCT)]
 
 
 def biased_product_choices(node: Node) -> list[Node]:
@@ -35,18 +35,18 @@ def prepared_product_choices(node: Node) -> dict[Node, Node]:
     if not (biased_product_choices(node) if has_bias else product_choices(node)):
         return {}
     bias, left, right = node.args if has_bias else (None, *node.args)
-    prepared = Value(f"{node.kept_outputs[0].name}_prepared", right.type)
+    prepared = Value(f"{node.named_outputs[0].name}_prepared", right.type)
     args = (right, left.tensor_type.shape[0])
-    preparation = replace(node, target=REORDER_PRODUCT, args=args, kwargs={}, outputs=(prepared,))
-    return {replace(node, target=PRODUCT_PREPARED, args=(left, prepared, bias, "none"), kwargs={}): preparation}
+    preparation = replace(node, operation=REORDER_PRODUCT, args=args, kwargs={}, outputs=(prepared,))
+    return {replace(node, operation=PRODUCT_PREPARED, args=(left, prepared, bias, "none"), kwargs={}): preparation}
 
 
 def _choices(node: Node, left: Value, right: Value, bias: Value | None) -> list[Node]:
-    (result,) = node.kept_outputs
+    (result,) = node.named_outputs
     given = [value for value in (left, right, bias) if value is not None]
     is_float = all(value.tensor_type.dtype is torch.float32 for value in given)
     is_on_cpu = all(value.tensor_type.device.type == "cpu" for value in given)
     has_elements = all(value.tensor_type.num_elements > 0 for value in (*given, result))
     if not (is_float and is_on_cpu and has_elements and has_onednn() and result.tensor_type.is_contiguous):
         return []
-    return [node, replace(node, target=PRODUCT, args=(left, right, bias), kwargs={})]
+    return [node, replace(node, operation=PRODUCT, args=(left, right, bias), kwargs={})]

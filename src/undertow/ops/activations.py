@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from undertow.ir import Node, Value
 from undertow.kernels.bits import select_by_bits
 from undertow.ops.alternatives import PACK_SIGNS, Code, packed_type, register_code
-from undertow.ops.own import OwnOperation
+from undertow.ops.own import register_kernel
 from undertow.ops.registry import Call, Case, Op, Sampler, case, composed, fused, fused_joint, kink, register
 
 aten = torch.ops.aten
@@ -54,13 +54,13 @@ register(
     )
 )
 
-SELECT_BY_BITS = OwnOperation("select_by_bits", select_by_bits, writes_into=True)
+SELECT_BY_BITS = register_kernel("select_by_bits", select_by_bits, writes_into=True)
 
 
 def _select_by_signs(node: Node, code: Value) -> Iterator[Node]:
     ct, y, threshold = node.args
     if threshold == 0 and ct.type == y.type:
-        yield replace(node, target=SELECT_BY_BITS, args=(ct, code, y.tensor_type.strides), kwargs={})
+        yield replace(node, operation=SELECT_BY_BITS, args=(ct, code, y.tensor_type.strides), kwargs={})
 
 
 register_code(

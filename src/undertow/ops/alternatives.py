@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from undertow.ir import Node, Program, TensorType, Value
+from undertow.ir import Node, Operation, Program, TensorType, Value
+from undertow.ir.schema import bind_arguments
 from undertow.kernels.bits import num_packed_bytes, pack_mask, pack_signs, unpack_mask
 from undertow.kernels.compiler import HAS_NUMBA
-from undertow.ops.fused import Group, fused
-from undertow.ops.lifetimes import is_dense, shared_argument
-from undertow.ops.own import GENERATOR_STATE_BYTES, OwnOperation, Replayed, draws, is_random
-from undertow.ops.registry import bind_arguments
+from undertow.ops.lifetimes import is_dense
+from undertow.ops.own import GENERATOR_STATE_BYTES, register_kernel, replayed
 
 
 class Role(Enum):
@@ -42,12 +41,16 @@ class Role(Enum):
 class Alternative:
     """`node` runs in place of, or besides, the Program's node at `position`.
 
-    Its arguments and outputs are the Program's values, except `code` and `state`, which are its own.
+    Its arguments and outputs are the Program's values, except `code` and `state`, which are its own. `covers` are
+    further nodes whose work it does, the last first; each feeds one of those before it. Where `is_instead`, the
+    Program's node is not repeated as it is.
     """
 
     role: Role
     position: int
     node: Node
+    covers: tuple[Node, ...] = ()
+    is_instead: bool = False
     code: Value | None = None
     state: Value | None = None
 
@@ -61,7 +64,7 @@ class Code:
 
     value_of: Callable[[Node], Value | None]
     code_type: Callable[[TensorType], TensorType]
-    encode: OwnOperation
+    encode: Operation
     readers: Callable[[Node, Value], Iterable[Node]]
 
 
@@ -70,15 +73,26 @@ class Codec:
     """An output in fewer bytes: `encode(value)` and `decode(code)` as (operation, further arguments)."""
 
     code_type: TensorType
-    encode: tuple[OwnOperation, tuple[Any, ...]]
-    decode: tuple[OwnOperation, tuple[Any, ...]]
+    encode: tuple[Operation, tuple[Any, ...]]
+    decode: tuple[Operation, tuple[Any, ...]]
 
 
 _CODES: dict[Any, Code] = {}
 _CODECS: dict[Any, dict[int, Callable[[dict[str, Any], TensorType], Codec | None]]] = {}
 # The Program's node that makes a value: a second run may do the work of several.
 Makers = Mapping[Value, Node]
-_SECOND_RUNS: dict[Any, list[Callable[[Node, Makers], Iterable[Node]]]] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class SecondRun:
+    """A node to run a second time; `covers` and `is_instead` are those of an Alternative."""
+
+    node: Node
+    covers: tuple[Node, ...] = ()
+    is_instead: bool = False
+
+
+_SECOND_RUNS: dict[Any, list[Callable[[Node, Makers], Iterable[SecondRun]]]] = {}
 _PARTS: dict[Any, Callable[[Node], Iterable[Node]]] = {}
 
 
@@ -97,7 +111,7 @@ def register_codec(maker: Any, output: int, codec: Callable[[dict[str, Any], Ten
         _CODECS.setdefault(maker, {})[output] = codec
 
 
-def register_second_run(target: Any, second_runs: Callable[[Node, Makers], Iterable[Node]]) -> None:
+def register_second_run(target: Any, second_runs: Callable[[Node, Makers], Iterable[SecondRun]]) -> None:
     """`target`, run again within a step, may run as another node."""
     _SECOND_RUNS.setdefault(target, []).append(second_runs)
 
@@ -110,11 +124,10 @@ def register_parts(target: Any, parts: Callable[[Node], Iterable[Node]]) -> None
 def find_alternatives(program: Program) -> list[Alternative]:
     """Every alternative for the nodes of `program`, in their order."""
     found: list[Alternative] = []
-    makers = {value: node for node in program.nodes for value in node.kept_outputs}
     for position, node in enumerate(program.nodes):
-        if shared_argument(node.target, node.inputs) is not None:
+        if node.shared_input is not None:
             continue
-        found += _second_runs(position, node, makers)
+        found += _second_runs(position, node, program.makers)
         found += _codecs(position, node)
         if node.target in _CODES:
             found += _readings(position, node)
@@ -124,23 +137,18 @@ def find_alternatives(program: Program) -> list[Alternative]:
 
 
 def _second_runs(position: int, node: Node, makers: Makers) -> Iterator[Alternative]:
-    if draws(node):
+    if node.operation.draws(node):
         device = next(value.tensor_type.device for value in (*node.outputs, *node.inputs) if value is not None)
         state = Value(f"state_{position}", _bytes_type(GENERATOR_STATE_BYTES))
-        target = Replayed(node.target, device)
-        yield Alternative(
-            Role.SECOND_RUN, position, replace(node, target=target, args=(state, *node.args)), state=state
-        )
-    elif is_random(node.target):
+        again = replace(node, operation=replayed(node.operation, device), args=(state, *node.args))
+        yield Alternative(Role.SECOND_RUN, position, again, state=state)
+    elif node.operation.is_random:
         yield Alternative(Role.SECOND_RUN, position, replace(node))
-    if isinstance(group := getattr(node.target, "run", None), Group):
-        values = {**dict(zip(group.reads, node.args, strict=True)), **dict(zip(group.makes, node.outputs, strict=True))}
-        for part in group.parts():
-            args, outputs = (tuple(values[value] for value in side) for side in (part.reads, part.makes))
-            yield Alternative(Role.SECOND_RUN, position, replace(node, target=fused(part), args=args, outputs=outputs))
+    for part in node.operation.second_runs(node):
+        yield Alternative(Role.SECOND_RUN, position, part)
     for second_runs in _SECOND_RUNS.get(node.target, ()):
-        for again in second_runs(node, makers):
-            yield Alternative(Role.SECOND_RUN, position, again)
+        for run in second_runs(node, makers):
+            yield Alternative(Role.SECOND_RUN, position, run.node, run.covers, run.is_instead)
 
 
 def packed_type(kind: TensorType) -> TensorType:
@@ -152,19 +160,18 @@ def _bytes_type(num_bytes: int) -> TensorType:
     return TensorType(torch.uint8, (num_bytes,), (1,), torch.device("cpu"))
 
 
-PACK_SIGNS = OwnOperation("pack_signs", pack_signs, writes_into=True)
-PACK_MASK = OwnOperation("pack_mask", pack_mask, writes_into=True)
-UNPACK_MASK = OwnOperation("unpack_mask", unpack_mask, writes_into=True)
+PACK_SIGNS = register_kernel("pack_signs", pack_signs, writes_into=True)
+PACK_MASK = register_kernel("pack_mask", pack_mask, writes_into=True)
+UNPACK_MASK = register_kernel("unpack_mask", unpack_mask, writes_into=True)
 
 
 def _codecs(position: int, node: Node) -> Iterator[Alternative]:
-    target: Any = node.target
-    codecs = _CODECS.get(target, {})
+    codecs = _CODECS.get(node.target, {})
     for index, value in enumerate(node.outputs):
         if value is None or not isinstance(value.type, TensorType) or value.type.device.type != "cpu":
             continue
         kind = value.type
-        codec = codecs[index](bind_arguments(target, node.args, node.kwargs), kind) if index in codecs else None
+        codec = codecs[index](bind_arguments(node.target, node.args, node.kwargs), kind) if index in codecs else None
         if codec is None and kind.dtype is torch.bool and is_dense(value):
             codec = Codec(packed_type(kind), (PACK_MASK, ()), (UNPACK_MASK, (kind.shape, kind.strides)))
         if codec is None or codec.code_type.num_bytes >= kind.num_bytes:
@@ -173,8 +180,10 @@ def _codecs(position: int, node: Node) -> Iterator[Alternative]:
         origin = replace(node.origin, derived_from=value.name)
         encode, encode_args = codec.encode
         decode, decode_args = codec.decode
-        yield Alternative(Role.ENCODE, position, Node(encode, (value, *encode_args), {}, (code,), origin), code=code)
-        yield Alternative(Role.DECODE, position, Node(decode, (code, *decode_args), {}, (value,), origin), code=code)
+        made = Node(encode, (value, *encode_args), {}, (code,), origin, node.phase)
+        read = Node(decode, (code, *decode_args), {}, (value,), origin, node.phase)
+        yield Alternative(Role.ENCODE, position, made, code=code)
+        yield Alternative(Role.DECODE, position, read, code=code)
 
 
 def _readings(position: int, node: Node) -> Iterator[Alternative]:
@@ -189,6 +198,7 @@ def _readings(position: int, node: Node) -> Iterator[Alternative]:
     readers = list(record.readers(node, code))
     if readers:
         origin = replace(node.origin, derived_from=value.name)
-        yield Alternative(Role.ENCODE, position, Node(record.encode, (value,), {}, (code,), origin), code=code)
+        made = Node(record.encode, (value,), {}, (code,), origin, node.phase)
+        yield Alternative(Role.ENCODE, position, made, code=code)
     for reader in readers:
         yield Alternative(Role.READ, position, reader, code=code)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from undertow.ir.operation import Operation, operation_maker
 from undertow.kernels.outputs import Out, given
-from undertow.ops.own import OwnOperation
+from undertow.ops.own import kernel
 
 
 def _laid_out_like(result: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -19,7 +20,8 @@ def _laid_out_like(result: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, result.stride(), dtype=tensor.dtype).copy_(tensor)
 
 
-def chain(steps: Any, num_inputs: int) -> OwnOperation:
+@operation_maker
+def chain(steps: Any, num_inputs: int) -> Operation:
     """(tensors of one dense layout) -> the result of the last step; a float among operands is a number."""
 
     @cache
@@ -34,4 +36,4 @@ def chain(steps: Any, num_inputs: int) -> OwnOperation:
         return result
 
     key = hashlib.sha256(repr((steps, num_inputs)).encode()).hexdigest()[:8]
-    return OwnOperation(f"chain({'+'.join(name for name, _ in steps)})#{key}", run, writes_into=True)
+    return kernel(f"chain({'+'.join(name for name, _ in steps)})#{key}", run, writes_into=True)

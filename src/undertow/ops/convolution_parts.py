@@ -21,7 +21,7 @@ from torch import Tensor
 
 from undertow.ir import Node
 from undertow.ops.alternatives import register_parts
-from undertow.ops.own import OwnOperation
+from undertow.ops.own import register_kernel
 
 aten = torch.ops.aten
 _reserved = torch.empty(0)
@@ -61,10 +61,12 @@ def _flops_of_weight_part(ct: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> 
 
 
 # (ct, weight, sizes and strides of x, stride, padding, dilation, transposed, output padding, groups) -> ct_x
-INPUT_PART = OwnOperation("convolution_backward.input", _input_part, flops=_flops_of_input_part)
+INPUT_PART = register_kernel("convolution_backward.input", _input_part, flops=_flops_of_input_part)
 
 # (ct, x, weight, sizes of the bias, stride, ..., groups, wants_bias) -> ct_weight, ct_bias
-WEIGHT_PART = OwnOperation("convolution_backward.weight", _weight_part, returns_tuple=True, flops=_flops_of_weight_part)
+WEIGHT_PART = register_kernel(
+    "convolution_backward.weight", _weight_part, returns_tuple=True, flops=_flops_of_weight_part
+)
 
 
 def _parts(node: Node) -> Iterator[Node]:
@@ -74,10 +76,14 @@ def _parts(node: Node) -> Iterator[Node]:
         return
     kind = x.tensor_type
     yield replace(
-        node, target=WEIGHT_PART, args=(*node.args[:-1], ct_bias is not None), kwargs={}, outputs=(ct_weight, ct_bias)
+        node,
+        operation=WEIGHT_PART,
+        args=(*node.args[:-1], ct_bias is not None),
+        kwargs={},
+        outputs=(ct_weight, ct_bias),
     )
     args = (ct, weight, kind.shape, kind.strides, *geometry)
-    yield replace(node, target=INPUT_PART, args=args, kwargs={}, outputs=(ct_x,))
+    yield replace(node, operation=INPUT_PART, args=args, kwargs={}, outputs=(ct_x,))
 
 
 def _is_by_onednn(node: Node) -> bool:

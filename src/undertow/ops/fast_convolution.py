@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from undertow.ir import Node, Value
+from undertow.ir.operation import Operation, operation_maker
 from undertow.kernels.convolution import (
     ALGORITHMS,
     Algorithm,
@@ -27,45 +28,45 @@ from undertow.kernels.convolution import (
 )
 from undertow.kernels.outputs import Out, given
 from undertow.ops.alternatives import PACK_SIGNS, Code, packed_type, register_code, register_parts
-from undertow.ops.own import OwnOperation
+from undertow.ops.own import kernel
 
 Pair = tuple[int, int]
 _BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
 
 
-@cache
-def forward_by(name: str) -> OwnOperation:
+@operation_maker
+def convolution_by(name: str) -> Operation:
     """The forward pass by an algorithm: (x, weight, bias, stride, padding, dilation, groups, has_relu) -> y."""
     operation = partial(_forward, _BY_NAME[name])
-    return OwnOperation(f"convolution.{_short(name)}", operation, writes_into=True, flops=_forward_flops)
+    return kernel(f"convolution.{_short(name)}", operation, writes_into=True, flops=_forward_flops)
 
 
-@cache
-def backward_by(name: str) -> OwnOperation:
+@operation_maker
+def convolution_backward_by(name: str) -> Operation:
     """Both backward passes: (ct, x, weight, stride, padding, dilation, groups, wants, y) -> ct_x, ct_weight, ct_bias.
 
     `wants` says which of the three; y, the output of the forward pass with its ReLU, masks the cotangent, or is None.
     """
     operation = partial(_backward, _BY_NAME[name])
     short = f"convolution_backward.{_short(name)}"
-    return OwnOperation(short, operation, returns_tuple=True, writes_into=True, flops=_backward_flops)
+    return kernel(short, operation, returns_tuple=True, writes_into=True, flops=_backward_flops)
 
 
-@cache
-def prepare_by(name: str) -> OwnOperation:
+@operation_maker
+def convolution_weight_by(name: str) -> Operation:
     """The weights as an algorithm reads them: (weight, sizes of x, stride, padding, dilation, groups) -> prepared."""
     operation = partial(_prepare, _prepared_algorithm(name))
-    return OwnOperation(f"convolution_weight.{_short(name)}", operation, is_preparation=True)
+    return kernel(f"convolution_weight.{_short(name)}", operation, is_preparation=True)
 
 
-@cache
-def prepared_by(name: str) -> OwnOperation:
+@operation_maker
+def prepared_convolution_by(name: str) -> Operation:
     """The forward pass from prepared weights.
 
     (x, prepared, bias, sizes of the weights, stride, padding, dilation, groups, residual, has_relu) -> y
     """
     operation = partial(_evaluate, _prepared_algorithm(name))
-    return OwnOperation(f"convolution_prepared.{_short(name)}", operation, writes_into=True, flops=_evaluation_flops)
+    return kernel(f"convolution_prepared.{_short(name)}", operation, writes_into=True, flops=_evaluation_flops)
 
 
 def prepared_size(name: str, shape: ConvolutionShape) -> int:
@@ -210,20 +211,20 @@ def _empty_image(shape: tuple[int, int, int, int]) -> Tensor:
     return torch.empty(shape, memory_format=torch.channels_last)
 
 
-@cache
-def _input_part_by(name: str) -> OwnOperation:
+@operation_maker
+def convolution_input_part_by(name: str) -> Operation:
     """(ct, weight, sizes of x, stride, padding, dilation, groups, y) -> ct_x"""
     operation = partial(_input_part, _BY_NAME[name])
     short = f"convolution_backward_input.{_short(name)}"
-    return OwnOperation(short, operation, writes_into=True, flops=_input_part_flops)
+    return kernel(short, operation, writes_into=True, flops=_input_part_flops)
 
 
-@cache
-def _weight_part_by(name: str) -> OwnOperation:
+@operation_maker
+def convolution_weight_part_by(name: str) -> Operation:
     """(ct, x, weight, stride, padding, dilation, groups, wants_bias, y) -> ct_weight, ct_bias"""
     operation = partial(_weight_part, _BY_NAME[name])
     short = f"convolution_backward_weight.{_short(name)}"
-    return OwnOperation(short, operation, returns_tuple=True, writes_into=True, flops=_weight_part_flops)
+    return kernel(short, operation, returns_tuple=True, writes_into=True, flops=_weight_part_flops)
 
 
 def _input_part(algorithm: Algorithm, ct: Tensor, weight: Tensor, x_shape: Any, *rest: Any, out: Out = None) -> Tensor:
@@ -250,24 +251,24 @@ def _parts(name: str, node: Node) -> Iterator[Node]:
     if ct_x is None or ct_weight is None:
         return
     args = (ct, x, weight, *geometry, ct_bias is not None, y)
-    yield replace(node, target=_weight_part_by(name), args=args, outputs=(ct_weight, ct_bias))
+    yield replace(node, operation=convolution_weight_part_by(name), args=args, outputs=(ct_weight, ct_bias))
     args = (ct, weight, x.tensor_type.shape, *geometry, y)
-    yield replace(node, target=_input_part_by(name), args=args, outputs=(ct_x,))
+    yield replace(node, operation=convolution_input_part_by(name), args=args, outputs=(ct_x,))
 
 
-@cache
-def _backward_by_signs(name: str) -> OwnOperation:
-    """As `backward_by`, with one bit per element of y in place of y."""
-    return replace(backward_by(name), name=f"convolution_backward_by_signs.{_short(name)}")
+@operation_maker
+def convolution_backward_by_signs(name: str) -> Operation:
+    """As `convolution_backward_by`, with one bit per element of y in place of y."""
+    return replace(convolution_backward_by(name), name=f"convolution_backward_by_signs.{_short(name)}")
 
 
 def _readers_of_signs(name: str, node: Node, code: Value) -> Iterator[Node]:
-    whole = replace(node, target=_backward_by_signs(name), args=(*node.args[:-1], code))
+    whole = replace(node, operation=convolution_backward_by_signs(name), args=(*node.args[:-1], code))
     yield whole
     yield from _parts(name, whole)
 
 
 for _name in _BY_NAME:
-    register_parts(backward_by(_name), partial(_parts, _name))
+    register_parts(convolution_backward_by(_name), partial(_parts, _name))
     _code = Code(lambda node: node.args[-1], packed_type, PACK_SIGNS, partial(_readers_of_signs, _name))
-    register_code(backward_by(_name), _code)
+    register_code(convolution_backward_by(_name), _code)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from undertow.kernels.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from undertow.kernels.outputs import Out, given
-from undertow.ops.own import OwnOperation
+from undertow.ops.own import register_kernel
 
 
 def _forward(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def _backward(
 
 
 # (logits, targets, ignore_index, "mean" or "sum") -> loss, logsumexp of each row
-CROSS_ENTROPY = OwnOperation("cross_entropy.fused", _forward, returns_tuple=True)
+CROSS_ENTROPY = register_kernel("cross_entropy.fused", _forward, returns_tuple=True)
 
 # (ct, logits, targets, ignore_index, "mean" or "sum", logsumexp) -> ct_logits
-CROSS_ENTROPY_BACKWARD = OwnOperation("cross_entropy_backward.fused", _backward, writes_into=True)
+CROSS_ENTROPY_BACKWARD = register_kernel("cross_entropy_backward.fused", _backward, writes_into=True)

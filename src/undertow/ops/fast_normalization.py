@@ -17,8 +17,8 @@ from undertow.ir import Node
 from undertow.kernels.batch_norm import batch_norm_backward, batch_norm_evaluate, batch_norm_forward, rows_of
 from undertow.kernels.layer_norm import layer_norm_backward, layer_norm_forward
 from undertow.kernels.outputs import Out, given
-from undertow.ops.alternatives import Makers, register_second_run
-from undertow.ops.own import OwnOperation
+from undertow.ops.alternatives import Makers, SecondRun, register_second_run
+from undertow.ops.own import register_kernel
 
 
 def _forward(
@@ -116,29 +116,29 @@ def _rows_of(images: Tensor) -> Tensor:
 
 # (x, weight, bias, running mean, running variance, momentum, epsilon, residual, has_relu)
 #     -> y, mean, 1 / standard deviation, and the new running statistics where there are old ones
-BATCH_NORM = OwnOperation("batch_norm.fused", _forward, returns_tuple=True, writes_into=True)
+BATCH_NORM = register_kernel("batch_norm.fused", _forward, returns_tuple=True, writes_into=True, droppable=(3, 4))
 
 # (x, weight, bias, running mean, running variance, epsilon, residual, has_relu) -> y
-BATCH_NORM_EVALUATE = OwnOperation("batch_norm.evaluate", _evaluate, writes_into=True)
+BATCH_NORM_EVALUATE = register_kernel("batch_norm.evaluate", _evaluate, writes_into=True)
 
 # (ct, x, weight, mean, 1 / standard deviation, y or None, keeps_masked) -> ct_x, ct_weight, ct_bias, masked ct or None
 # y, the output behind a ReLU, masks the cotangent; the residual's cotangent is the masked one.
-BATCH_NORM_BACKWARD = OwnOperation("batch_norm_backward.fused", _backward, returns_tuple=True, writes_into=True)
+BATCH_NORM_BACKWARD = register_kernel("batch_norm_backward.fused", _backward, returns_tuple=True, writes_into=True)
 
 # By the running statistics y = (x - mean) s + bias with s = weight / sqrt(variance + epsilon) is linear: behind a
 # convolution by w with bias b it is the convolution by w s with bias (b - mean) s + bias. Computed in float64, rounded
 # once.
 
 # (weights of the convolution, weight, running variance, epsilon, dim of the channels in the first) -> w s
-FOLD_WEIGHT = OwnOperation("fold_weight", _fold_weight, is_preparation=True)
+FOLD_WEIGHT = register_kernel("fold_weight", _fold_weight, is_preparation=True)
 
 # (bias of the convolution, weight, bias, running mean, running variance, epsilon) -> (b - mean) s + bias
-FOLD_BIAS = OwnOperation("fold_bias", _fold_bias, is_preparation=True)
+FOLD_BIAS = register_kernel("fold_bias", _fold_bias, is_preparation=True)
 
 
-def _without_statistics(node: Node, _: Makers) -> Iterator[Node]:
+def _without_statistics(node: Node, _: Makers) -> Iterator[SecondRun]:
     """A second run leaves the running statistics alone: the outputs do not depend on them."""
-    yield replace(node, args=(*node.args[:3], None, None, *node.args[5:]), outputs=node.outputs[:3])
+    yield SecondRun(replace(node, args=(*node.args[:3], None, None, *node.args[5:]), outputs=node.outputs[:3]))
 
 
 register_second_run(BATCH_NORM, _without_statistics)
@@ -163,9 +163,9 @@ def _layer_norm_backward(
 
 
 # (x, weight, bias, epsilon) -> y, mean, 1 / standard deviation
-LAYER_NORM = OwnOperation("layer_norm.fused", _layer_norm, returns_tuple=True, writes_into=True)
+LAYER_NORM = register_kernel("layer_norm.fused", _layer_norm, returns_tuple=True, writes_into=True)
 
 # (ct, x, mean, 1 / standard deviation, weight) -> ct_x, ct_weight, ct_bias
-LAYER_NORM_BACKWARD = OwnOperation(
+LAYER_NORM_BACKWARD = register_kernel(
     "layer_norm_backward.fused", _layer_norm_backward, returns_tuple=True, writes_into=True
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undertow.kernels.max_pool import max_pool_backward, max_pool_forward
 from undertow.kernels.outputs import Out, given
-from undertow.ops.own import OwnOperation
+from undertow.ops.own import register_kernel
 
 Pair = tuple[int, int]
 
@@ -46,10 +46,10 @@ def _innermost(image: Tensor) -> Tensor:
 
 
 # (x, kernel, stride, padding, dilation, output size) -> y, codes
-MAX_POOL = OwnOperation("max_pool.fused", _forward, returns_tuple=True, writes_into=True)
+MAX_POOL = register_kernel("max_pool.fused", _forward, returns_tuple=True, writes_into=True)
 
 # The same for the maxima alone, where nobody differentiates.
-MAX_POOL_MAXIMA = OwnOperation("max_pool.maxima", _maxima, writes_into=True)
+MAX_POOL_MAXIMA = register_kernel("max_pool.maxima", _maxima, writes_into=True)
 
 # (ct, codes, input size, kernel, stride, padding, dilation) -> ct_x
-MAX_POOL_BACKWARD = OwnOperation("max_pool_backward.fused", _backward, writes_into=True)
+MAX_POOL_BACKWARD = register_kernel("max_pool_backward.fused", _backward, writes_into=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from undertow.kernels.compiler import HAS_NUMBA
 from undertow.kernels.outputs import Out, given
-from undertow.ops.own import OwnOperation
+from undertow.ops.own import register_kernel
 
 if HAS_NUMBA:
     from undertow.kernels.packed_product import multiply_packed
@@ -35,7 +35,7 @@ def _flops(left: Tensor, right: Tensor, *_: Any) -> int:
 
 
 # (left, right, bias or None) -> left @ right + bias
-PRODUCT = OwnOperation("mm.onednn", _multiply, flops=_flops)
+PRODUCT = register_kernel("mm.onednn", _multiply, flops=_flops)
 
 # (left, right) -> left @ right
-PACKED_PRODUCT = OwnOperation("mm.packed", _multiply_packed, writes_into=True, flops=_flops)
+PACKED_PRODUCT = register_kernel("mm.packed", _multiply_packed, writes_into=True, flops=_flops)

@@ -10,38 +10,40 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from undertow.ir import Node, Value, map_values, operation_name
+from undertow.ir import Node, Value, map_values
+from undertow.ir.operation import Operation, operation_maker
+from undertow.ir.schema import schema_of
 from undertow.ops.interpret import run_node
-from undertow.ops.own import OwnOperation, has_effect, is_view
-from undertow.ops.schema import schema_of
 
 aten = torch.ops.aten
 
 # Their decompositions add into memory in no fixed order.
 WHOLE = {aten.embedding_dense_backward.default}
 
-
-aten = torch.ops.aten
-
 _COMPILED: dict[str, Callable[[list[Any]], Sequence[torch.Tensor]]] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """What runs as one."""
+    """What runs as one. Groups that do the same with the same types are equal."""
 
     nodes: tuple[Node, ...]
     reads: tuple[Value, ...]
     makes: tuple[Value, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         compiled = _COMPILED.get(self.key)
@@ -59,10 +61,10 @@ class Group:
         lines = [str(value.type) for value in self.reads]
         for node in self.nodes:
             arguments = map_values((node.args, tuple(node.kwargs.values())), lambda value: f"v{numbers[value]}")
-            for value in node.kept_outputs:
+            for value in node.named_outputs:
                 numbers[value] = len(numbers)
             places = [None if value is None else numbers[value] for value in node.outputs]
-            lines.append(f"{places} = {node.target} {arguments} {list(node.kwargs)}")
+            lines.append(f"{places} = {node.name} {arguments} {list(node.kwargs)}")
         lines.append(f"return {[(numbers[value], str(value.type)) for value in self.makes]}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -92,7 +94,7 @@ class Group:
     def parts(self) -> list[Group]:
         """For each result the smaller group, if there is one, that makes it elementwise from the others as well."""
         found = []
-        maker = {value: node for node in self.nodes for value in node.kept_outputs}
+        maker = {value: node for node in self.nodes for value in node.named_outputs}
         for wanted in self.makes:
             stop = {*self.reads, *self.makes} - {wanted}
             nodes: set[Node] = set()
@@ -116,10 +118,10 @@ class Group:
             args = map_values(node.args, found.__getitem__)
             kwargs = {name: map_values(item, found.__getitem__) for name, item in node.kwargs.items()}
             result = graph.call_function(node.target, args, kwargs)
-            is_single = schema_of(node.target).returns_single  # type: ignore[arg-type]
             for place, value in enumerate(node.outputs):
                 if value is not None:
-                    found[value] = result if is_single else graph.call_function(operator.getitem, (result, place))
+                    is_part = node.operation.returns_tuple
+                    found[value] = graph.call_function(operator.getitem, (result, place)) if is_part else result
         graph.output(tuple(found[value] for value in self.makes))
         return torch.fx.GraphModule(torch.nn.Module(), graph)
 
@@ -129,40 +131,45 @@ def _make_example(value: Value) -> torch.Tensor:
     return torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=kind.device)
 
 
-def is_fusible(target: Any) -> bool:
-    """Whether Inductor makes part of a pass over memory of it."""
-    return isinstance(target, OpOverload) and _is_lowered(target)
-
-
 @cache
-def _is_lowered(target: OpOverload) -> bool:
+def is_fusible(operation: Operation) -> bool:
+    """Whether Inductor makes part of a pass over memory of it."""
     from torch._inductor.lowering import fallbacks, lowerings
 
-    if has_effect(target) or is_view(target) or schema_of(target).mutated:
+    overload = operation.overload
+    if overload is None or operation.must_run or operation.is_view or schema_of(overload).mutated:
         return False
-    if target.overloadpacket in flop_registry or target in WHOLE or "empty" in target._schema.name:
+    if overload.overloadpacket in flop_registry or overload in WHOLE or operation.is_empty:
         return False
-    return target in lowerings and target not in fallbacks
+    return overload in lowerings and overload not in fallbacks
 
 
 def is_free(node: Node) -> bool:
     """Whether repeating the node within a pass costs nothing: elementwise, nothing summed up or looked up."""
-    if is_view(node.target):
+    if node.operation.is_view:
         return True
     largest = max((value.tensor_type.num_elements for value in node.inputs), default=0)
-    return is_fusible(node.target) and all(value.tensor_type.num_elements >= largest for value in node.kept_outputs)
+    is_elementwise = all(value.tensor_type.num_elements >= largest for value in node.named_outputs)
+    return is_elementwise and is_fusible(node.operation)
 
 
-def fused(group: Group) -> OwnOperation:
+@operation_maker
+def fused(group: Group) -> Operation:
     """The group as an operation."""
-    names = list(dict.fromkeys(operation_name(node.target).partition(".")[0] for node in group.nodes))
+    names = list(dict.fromkeys(node.name.partition(".")[0] for node in group.nodes))
     shown = "+".join(names[:3]) + (f"+{len(names) - 3}" if len(names) > 3 else "")
-    return OwnOperation(f"fused({shown})#{group.key}", group, returns_tuple=True)
+    is_on_gpu = any(value.tensor_type.device.type == "cuda" for value in group.makes)
+    return Operation(
+        f"fused({shown})#{group.key}",
+        group,
+        returns_tuple=True,
+        second_runs=partial(_make_parts_again, group),
+        compile=group.compile if is_on_gpu else None,
+    )
 
 
-def compile_groups(nodes: Iterable[Node]) -> None:
-    """Compile the groups among the nodes that run on a GPU."""
-    for node in nodes:
-        group = getattr(node.target, "run", None)
-        if isinstance(group, Group) and any(value.tensor_type.device.type == "cuda" for value in group.makes):
-            group.compile()
+def _make_parts_again(group: Group, node: Node) -> Iterator[Node]:
+    values = {**dict(zip(group.reads, node.args, strict=True)), **dict(zip(group.makes, node.outputs, strict=True))}
+    for part in group.parts():
+        args, outputs = (tuple(values[value] for value in side) for side in (part.reads, part.makes))
+        yield replace(node, operation=fused(part), args=args, outputs=outputs)

@@ -7,12 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch._ops import OpOverload
-
 from undertow.ir import KeptValue, Node, OpaqueType, Program, TensorType, Value
-from undertow.ops.own import Mutating, is_view
-from undertow.ops.schema import schema_of
-from undertow.ops.views import TakePart
 
 FOREVER = 1 << 60
 
@@ -25,12 +20,12 @@ class Lifetimes:
     born: dict[Value, int]  # node index of a root; -1 for inputs
     last_use: dict[Value, int]
     owned: frozenset[Value]  # roots made by an operation that surely returns fresh memory
-    inside: dict[Value, tuple[Value, ...]]  # what a context may have saved: the arguments of its custom Function
+    borrowed: dict[Value, tuple[Value, ...]]  # what is in use as long as a context or handle is
 
     def read_by(self, node: Node) -> list[Value]:
-        """The values whose memory a node reads, also through a context."""
+        """The values whose memory a node reads, also through a context or handle."""
         found = list(node.inputs)
-        return found + [value for context in node.inputs for value in self.inside.get(context, ())]
+        return found + [value for handle in node.inputs for value in self.borrowed.get(handle, ())]
 
     def is_dead_after(self, value: Value, index: int) -> bool:
         """Whether nothing reads the memory of `value` after node `index`."""
@@ -43,42 +38,29 @@ def find_lifetimes(program: Program) -> Lifetimes:
     born: dict[Value, int] = {}
     last_use: dict[Value, int] = {}
     owned: set[Value] = set()
-    inside: dict[Value, tuple[Value, ...]] = {}
+    borrowed: dict[Value, tuple[Value, ...]] = {}
     for item in program.inputs:
         root[item.value], born[item.value], last_use[item.value] = item.value, -1, FOREVER
     for item in program.cotangents:
-        start = program.num_forward_nodes
+        start = program.boundary
         root[item.value], born[item.value], last_use[item.value] = item.value, start, start
     for index, node in enumerate(program.nodes):
         for value in node.inputs:
-            for read in (value, *inside.get(value, ())):
+            for read in (value, *borrowed.get(value, ())):
                 last_use[root[read]] = max(last_use[root[read]], index)
-        for value in node.kept_outputs:
-            if isinstance(value.type, OpaqueType):
-                inside[value] = node.inputs
-            source = shared_argument(node.target, node.inputs)
+        for value in node.named_outputs:
+            if node.operation.borrows and isinstance(value.type, OpaqueType):
+                borrowed[value] = node.inputs
+            source = node.shared_input
             if source is not None:
                 root[value] = root[source]
             else:
                 root[value], born[value], last_use[value] = value, index, index
-                if isinstance(node.target, OpOverload | Mutating):
+                if node.operation.is_fresh:
                     owned.add(value)
-    ends = [*program.outputs, *(update.value for update in program.updates)]
-    ends += [gradient.value for gradient in program.gradients if gradient.value is not None]
-    for value in ends:
+    for value in program.ends:
         last_use[root[value]] = FOREVER
-    return Lifetimes(root, born, last_use, frozenset(owned), inside)
-
-
-def shared_argument(target: object, inputs: tuple[Value, ...]) -> Value | None:
-    """The argument in whose memory the outputs lie: of a view, and of an operation that writes in place."""
-    if not inputs:
-        return None
-    if is_view(target) or isinstance(target, TakePart):
-        return inputs[-1] if str(target) == "replace_value" else inputs[0]
-    if isinstance(target, OpOverload) and schema_of(target).is_inplace:
-        return inputs[0]
-    return None
+    return Lifetimes(root, born, last_use, frozenset(owned), borrowed)
 
 
 def is_dense(value: Value) -> bool:
@@ -89,10 +71,11 @@ def is_dense(value: Value) -> bool:
 
 def kept_values(program: Program, lifetimes: Lifetimes) -> tuple[KeptValue, ...]:
     """What the backward pass reads of the forward pass, each storage once, inputs of the Program left out."""
-    makers = {value: node for node in program.forward_nodes for value in node.outputs if value is not None}
+    start = program.backward_start
+    makers = {value: node for node in program.nodes[:start] for value in node.named_outputs}
     names = {value.name: node for value, node in makers.items()}
     askers: dict[Value, dict[str, None]] = {}
-    for node in program.backward_nodes:
+    for node in program.nodes[start:]:
         asker = names.get(node.origin.derived_from)
         for value in node.inputs:
             root = lifetimes.root[value]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch._ops import OpOverload
 
-from undertow.ops.oversized import register_oversized
+from undertow.ir.pytorch import declare
 from undertow.ops.registry import Call, Case, Op, Sampler, case, composed, fused, kink, register
 
 aten = torch.ops.aten
@@ -331,6 +331,10 @@ register(
     )
 )
 
-register_oversized(
-    aten.binary_cross_entropy.default, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default
-)
+for _loss in (
+    aten.binary_cross_entropy.default,
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+):
+    declare(_loss, is_oversized=True)

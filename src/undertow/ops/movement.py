@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from undertow.ops.oversized import register_oversized
+from undertow.ir.pytorch import declare
 from undertow.ops.registry import Call, Case, Formula, Op, Sampler, Vjp, case, composed, fused, kink, register
 
 aten = torch.ops.aten
@@ -331,4 +331,4 @@ register(
     )
 )
 
-register_oversized(aten.col2im.default)
+declare(aten.col2im.default, is_oversized=True)

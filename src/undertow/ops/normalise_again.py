@@ -13,17 +13,18 @@ from typing import Any
 import torch
 
 from undertow.ir import Node, Value
+from undertow.ir.pytorch import operation_of
+from undertow.ir.schema import bind_arguments
 from undertow.kernels.normalise import has_pytorch_bits, normalise_again
-from undertow.ops.alternatives import Makers, register_second_run
+from undertow.ops.alternatives import Makers, SecondRun, register_second_run
 from undertow.ops.lifetimes import is_dense
-from undertow.ops.own import Mutating, OwnOperation
-from undertow.ops.registry import bind_arguments
+from undertow.ops.own import functional, register_kernel
 
 aten = torch.ops.aten
-_NORMS = (Mutating(aten.native_batch_norm.default), aten.native_batch_norm.default)
+_NORMS = (functional(operation_of(aten.native_batch_norm.default)), aten.native_batch_norm.default)
 
 # (x, weight, bias, mean, 1 / standard deviation, residual, lowest, highest) -> y
-NORMALISE_AGAIN = OwnOperation("batch_norm.again", normalise_again, writes_into=True)
+NORMALISE_AGAIN = register_kernel("batch_norm.again", normalise_again, writes_into=True)
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,14 @@ class _Normalised:
     """What gives a value again: the arguments of `normalise_again` that are known so far."""
 
     factors: tuple[Any, ...]
+    covers: tuple[Node, ...]
     residual: Value | None = None
 
-    def as_node(self, node: Node, lowest: float = -float("inf"), highest: float = float("inf")) -> Node:
+    def instead_of(self, node: Node, lowest: float = -float("inf"), highest: float = float("inf")) -> SecondRun:
+        """One pass for `node`, which follows from what is known, and for all that led to it."""
         args = (*self.factors, self.residual, lowest, highest)
-        return replace(node, target=NORMALISE_AGAIN, args=args, kwargs={}, outputs=node.outputs[:1])
+        again = replace(node, operation=NORMALISE_AGAIN, args=args, kwargs={}, outputs=node.outputs[:1])
+        return SecondRun(again, tuple(item for item in self.covers if item is not node))
 
 
 def _find_norm(value: Any, makers: Makers) -> _Normalised | None:
@@ -50,7 +54,7 @@ def _find_norm(value: Any, makers: Makers) -> _Normalised | None:
     is_laid_out = is_dense(x) and x.tensor_type.strides == value.tensor_type.strides and _has_known_layout(x)
     if mean is None or inverse_std is None or not is_plain or not is_laid_out or not has_pytorch_bits():
         return None
-    return _Normalised((x, weight, bias, mean, inverse_std))
+    return _Normalised((x, weight, bias, mean, inverse_std), (maker,))
 
 
 def _has_known_layout(x: Value) -> bool:
@@ -72,33 +76,33 @@ def _find_sum(value: Any, makers: Makers) -> _Normalised | None:
     for norm, residual in (maker.args, maker.args[::-1]):
         found = _find_norm(norm, makers)
         if found is not None and isinstance(residual, Value) and residual.type == norm.type == value.type:
-            return replace(found, residual=residual)
+            return replace(found, covers=(maker, *found.covers), residual=residual)
     return None
 
 
-def _norms_again(node: Node, makers: Makers) -> Iterator[Node]:
+def _norms_again(node: Node, makers: Makers) -> Iterator[SecondRun]:
     found = _find_norm(node.outputs[0], makers)
+    inner = node.operation.functional_of
     if found is not None:
-        yield found.as_node(node)
-    elif isinstance(node.target, Mutating):
+        yield replace(found.instead_of(node), is_instead=inner is not None)
+    elif inner is not None:
         # A second run leaves the running statistics alone: the outputs do not depend on them in training mode.
         args = (*node.args[:3], None, None, *node.args[5:])
-        yield replace(node, target=node.target.target, args=args, outputs=node.outputs[:3])
+        yield SecondRun(replace(node, operation=inner, args=args, outputs=node.outputs[:3]), is_instead=True)
 
 
-def _sums_again(node: Node, makers: Makers) -> Iterator[Node]:
+def _sums_again(node: Node, makers: Makers) -> Iterator[SecondRun]:
     found = _find_sum(node.outputs[0], makers)
     if found is not None:
-        yield found.as_node(node)
+        yield found.instead_of(node)
 
 
-def _clamps_again(node: Node, makers: Makers) -> Iterator[Node]:
-    target: Any = node.target
-    bound = bind_arguments(target, node.args, node.kwargs)
+def _clamps_again(node: Node, makers: Makers) -> Iterator[SecondRun]:
+    bound = bind_arguments(node.target, node.args, node.kwargs)
     lowest, highest = float(bound.get("min_val", 0)), float(bound.get("max_val", "inf"))
     for found in (_find_norm(bound["self"], makers), _find_sum(bound["self"], makers)):
         if found is not None:
-            yield found.as_node(node, lowest, highest)
+            yield found.instead_of(node, lowest, highest)
 
 
 for _norm in _NORMS:

@@ -8,14 +8,14 @@ so its type in a Program is that of the weights it was made from.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from undertow.ir.operation import Operation, register_operation
 from undertow.kernels.convolution import shape_of
-from undertow.ops.own import OwnOperation
+from undertow.ops.own import register_kernel
 
 Pair = tuple[int, int]
 onednn = torch.ops.mkldnn
@@ -26,29 +26,23 @@ def has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(onednn, "_linear_pointwise")
 
 
-@dataclass(frozen=True, eq=False)
-class OnReordered:
+def _on_reordered(
+    name: str,
+    run: Callable[..., Tensor],
+    reorder: Operation,
+    settings_of: Callable[..., tuple[Any, ...]],
+    flops: Callable[..., int],
+) -> Operation:
     """An operation whose second argument was made by `reorder(weights, *settings)`, where `settings_of(call)` says how.
 
     Timed alone it is given plain tensors, which are reordered before the clock starts.
     """
 
-    name: str
-    run: Callable[..., Tensor] = field(repr=False)
-    reorder: OwnOperation = field(repr=False)
-    settings_of: Callable[..., tuple[Any, ...]] = field(repr=False)
-    flops: Callable[..., int] = field(repr=False)
+    def rehearse(x: Tensor, weight: Tensor, *others: Any) -> Callable[[], Any]:
+        reordered = reorder(weight, *settings_of(x, weight, *others))
+        return lambda: run(x, reordered, *others)
 
-    def __call__(self, *args: Any) -> Tensor:
-        return self.run(*args)
-
-    def __str__(self) -> str:
-        return self.name
-
-    def prepare_rehearsal(self, x: Tensor, weight: Tensor, *others: Any) -> Callable[[], Any]:
-        """The call to be timed."""
-        reordered = self.reorder(weight, *self.settings_of(x, weight, *others))
-        return lambda: self.run(x, reordered, *others)
+    return register_operation(Operation(name, run, can_repeat=False, rehearse=rehearse, flops=flops))
 
 
 def _reorder_convolution(
@@ -90,10 +84,10 @@ def _multiply(left: Tensor, right: Tensor, bias: Tensor | None, activation: str)
 
 
 # (weight, sizes of x, stride, padding, dilation, groups) -> reordered
-REORDER_CONVOLUTION = OwnOperation("convolution_weight.onednn", _reorder_convolution, is_preparation=True)
+REORDER_CONVOLUTION = register_kernel("convolution_weight.onednn", _reorder_convolution, is_preparation=True)
 
 # (x, reordered, bias, stride, padding, dilation, groups, residual, has_relu) -> y
-CONVOLUTION = OnReordered(
+CONVOLUTION = _on_reordered(
     "convolution_prepared.onednn",
     _convolve,
     REORDER_CONVOLUTION,
@@ -103,11 +97,11 @@ CONVOLUTION = OnReordered(
 )
 
 # (right, number of rows of the left factor) -> reordered
-REORDER_PRODUCT = OwnOperation("mm_weight.onednn", _reorder_product, is_preparation=True)
+REORDER_PRODUCT = register_kernel("mm_weight.onednn", _reorder_product, is_preparation=True)
 
 # (left, reordered, bias or None, activation) -> activation(left @ right + bias)
 # Activations are named as oneDNN does, with the algorithm behind a blank: "none", "relu", "gelu none", "gelu tanh".
-PRODUCT_PREPARED = OnReordered(
+PRODUCT_PREPARED = _on_reordered(
     "mm_prepared.onednn",
     _multiply,
     REORDER_PRODUCT,

@@ -7,42 +7,17 @@ the backward pass. An operation without a rule is run again in the backward pass
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from undertow.ir import operation_name
+from undertow.ir.operation import Operation, operation_maker
+from undertow.ir.schema import flatten_outputs
 from undertow.ops.modes import AutocastState, restored_autocast, with_autograd
-from undertow.ops.own import Replayed
-from undertow.ops.schema import flatten_outputs
+from undertow.ops.own import replayed
 
 OriginalApply = torch.autograd.Function.__dict__["apply"].__func__
-
-
-@dataclass(frozen=True, eq=False)
-class CustomFunction:
-    """`function.apply`, opaque: its outputs, then the context that its own backward reads."""
-
-    function: type[torch.autograd.Function]
-    requires_grad: tuple[bool, ...]  # per argument
-    has_gradient: tuple[bool, ...]  # per argument: False where its backward returns None
-    autocast: AutocastState  # custom_fwd asks for it
-    is_dirty: bool  # writes into an argument
-    returns_tuple = True
-
-    def __call__(self, *args: Any) -> tuple[Any, ...]:
-        with with_autograd(), torch.set_grad_enabled(any(self.requires_grad)), restored_autocast(self.autocast):
-            leaves = [
-                arg.detach().requires_grad_(needs) if isinstance(arg, torch.Tensor) else arg
-                for arg, needs in zip(args, self.requires_grad, strict=True)
-            ]
-            passed = [leaf.clone() if self.is_dirty and isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            outputs = flatten_outputs(OriginalApply(self.function, *passed))
-            detached = [None if output is None else output.detach() for output in outputs]
-        return (*detached, FunctionContext(leaves, outputs)) if any(self.requires_grad) else tuple(detached)
-
-    def __str__(self) -> str:
-        return self.function.__name__
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,57 +28,117 @@ class FunctionContext:
     outputs: list[torch.Tensor | None]
 
 
-@dataclass(frozen=True, eq=False)
-class CustomFunctionBackward:
-    """The custom Function's own backward; `wanted` are positions of arguments."""
+@operation_maker
+def custom_function(
+    name: str,
+    requires_grad: tuple[bool, ...],
+    has_gradient: tuple[bool, ...],
+    autocast: AutocastState,
+    is_dirty: bool,
+) -> Operation:
+    """(function, *args) -> its outputs, then the context that its own backward reads. Opaque: `function.apply`.
 
-    forward: CustomFunction
-    wanted: tuple[int, ...]
-    returns_tuple = True
+    Per argument: whether it requires a gradient, and whether the Function's backward gives it one (False where that
+    returns None). `autocast` is what custom_fwd asks for; a dirty Function writes into an argument.
+    """
+    return Operation(
+        name,
+        partial(_run_function, requires_grad, autocast, is_dirty),
+        returns_tuple=True,
+        borrows=True,
+        lets_go=False,
+        can_repeat=False,
+        runs_user_code=True,
+    )
 
-    def __call__(self, context: FunctionContext, *cts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        with with_autograd():
-            return _pull_back(context.outputs, [context.leaves[position] for position in self.wanted], cts)
 
-    def __str__(self) -> str:
-        return f"{self.forward}.backward"
+def gradients_given(operation: Operation) -> tuple[bool, ...]:
+    """Per argument of a custom Function, whether its backward gives a gradient."""
+    _, _, has_gradient, _, _ = operation.parameters
+    return has_gradient
 
 
-@dataclass(frozen=True, eq=False)
-class ThroughAutograd:
+def _run_function(
+    requires_grad: tuple[bool, ...],
+    autocast: AutocastState,
+    is_dirty: bool,
+    function: type[torch.autograd.Function],
+    *args: Any,
+) -> tuple[Any, ...]:
+    with with_autograd(), torch.set_grad_enabled(any(requires_grad)), restored_autocast(autocast):
+        leaves = [
+            arg.detach().requires_grad_(needs) if isinstance(arg, torch.Tensor) else arg
+            for arg, needs in zip(args, requires_grad, strict=True)
+        ]
+        passed = [leaf.clone() if is_dirty and isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        outputs = flatten_outputs(OriginalApply(function, *passed))
+        detached = [None if output is None else output.detach() for output in outputs]
+    return (*detached, FunctionContext(leaves, outputs)) if any(requires_grad) else tuple(detached)
+
+
+@operation_maker
+def custom_function_backward(name: str, wanted: tuple[int, ...]) -> Operation:
+    """(context, *cts) -> the cotangents of the arguments at the positions `wanted`, by the Function's own backward."""
+    return Operation(
+        f"{name}.backward",
+        partial(_run_function_backward, wanted),
+        returns_tuple=True,
+        lets_go=False,
+        can_repeat=False,
+    )
+
+
+def _run_function_backward(
+    wanted: tuple[int, ...], context: FunctionContext, *cts: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    with with_autograd():
+        return _pull_back(context.outputs, [context.leaves[position] for position in wanted], cts)
+
+
+@operation_maker
+def through_autograd(inner: Operation, wanted: tuple[int, ...]) -> Operation:
     """The derivative of an operation without a rule: run it again, under its generator state, and ask PyTorch.
 
     `wanted` are the positions, among all tensors in the arguments, whose cotangents are returned.
+    (args, names and values of the named arguments, cts, state or None) -> cotangents
     """
+    return Operation(
+        f"through_autograd[{inner.name}]",
+        partial(_differentiate, inner, wanted),
+        returns_tuple=True,
+        lets_go=False,
+        can_repeat=False,
+        derivative_of=inner,
+    )
 
-    target: Any
-    wanted: tuple[int, ...]
-    returns_tuple = True
 
-    def __call__(
-        self, args: Any, kwargs_names: tuple[str, ...], kwargs_values: Any, cts: Any, state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        leaves: list[torch.Tensor] = []
-        with with_autograd():
-            leaf_args = self._make_leaves(args, leaves)
-            leaf_kwargs = dict(zip(kwargs_names, self._make_leaves(kwargs_values, leaves), strict=True))
-            if state is None:
-                outputs = flatten_outputs(self.target(*leaf_args, **leaf_kwargs))
-            else:
-                outputs = list(Replayed(self.target, leaves[0].device)(state, *leaf_args, **leaf_kwargs))
-            return _pull_back(outputs, [leaves[position] for position in self.wanted], cts)
+def _differentiate(
+    inner: Operation,
+    wanted: tuple[int, ...],
+    args: Any,
+    kwargs_names: tuple[str, ...],
+    kwargs_values: Any,
+    cts: Any,
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    leaves: list[torch.Tensor] = []
 
-    def _make_leaves(self, arguments: Any, leaves: list[torch.Tensor]) -> Any:
+    def make_leaves(arguments: Any) -> Any:
         if isinstance(arguments, torch.Tensor):
             leaf = arguments.detach()
-            leaves.append(leaf.requires_grad_(len(leaves) in self.wanted))
+            leaves.append(leaf.requires_grad_(len(leaves) in wanted))
             return leaf
-        if isinstance(arguments, tuple | list):
-            return tuple(self._make_leaves(item, leaves) for item in arguments)
-        return arguments
+        return tuple(map(make_leaves, arguments)) if isinstance(arguments, tuple | list) else arguments
 
-    def __str__(self) -> str:
-        return f"through_autograd[{operation_name(self.target)}]"
+    with with_autograd():
+        leaf_args = make_leaves(args)
+        leaf_kwargs = dict(zip(kwargs_names, make_leaves(kwargs_values), strict=True))
+        if state is None:
+            # The operation itself, not a kernel of ours that may stand for it: autograd knows that one.
+            outputs = flatten_outputs((inner.overload or inner.run)(*leaf_args, **leaf_kwargs))
+        else:
+            outputs = list(replayed(inner, leaves[0].device)(state, *leaf_args, **leaf_kwargs))
+        return _pull_back(outputs, [leaves[position] for position in wanted], cts)
 
 
 def _pull_back(outputs: list[Any], leaves: list[torch.Tensor], cts: Any) -> tuple[torch.Tensor, ...]:

@@ -1,80 +1,95 @@
-"""Undertow's own operations: what a Program needs and ATen does not have.
+"""Operations that a Program needs and PyTorch does not have, and records made from other records.
 
-Each behaves like an ATen operation: called with tensors, it returns tensors.
+Called with tensors, each returns tensors, as PyTorch's own do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
-from undertow.ir import Node, Value, operation_name
+from undertow.ir.live import Live
+from undertow.ir.operation import REVERSIBLE, Destination, Operation, operation_maker, register_operation
+from undertow.ir.out_overloads import find_out_overload, out_names
+from undertow.ir.program import Node
+from undertow.ir.pytorch import declare, operation_of
+from undertow.ir.schema import bind_arguments, flatten_outputs, schema_of
 from undertow.kernels.draws import draw_bernoulli
 from undertow.kernels.outputs import Out, given
-from undertow.ops.registry import bind_arguments
-from undertow.ops.schema import flatten_outputs, schema_of
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, eq=False)
-class OwnOperation:
-    """An operation run by a Python function. `gradient(args, *cts)` gives a cotangent per argument.
+def kernel(
+    name: str, run: Callable[..., Any], *, returns_tuple: bool = False, writes_into: bool = False, **facts: Any
+) -> Operation:
+    """A kernel of our own: a function of its arguments that makes new tensors.
 
-    A preparation brings weights into the form in which another operation reads them: what it makes can be kept until
-    they change. One that `writes_into` what it is given takes `out`, a tensor or None per output. `flops` of the
-    arguments are the multiplications and additions of its products, whichever algorithm saves some of them.
+    One that `writes_into` what it is given takes `out`, a tensor or None per output.
     """
-
-    name: str
-    run: Callable[..., Any] = field(repr=False)
-    gradient: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)
-    has_effect: bool = False
-    returns_tuple: bool = False
-    is_preparation: bool = False
-    writes_into: bool = False
-    flops: Callable[..., int] | None = field(default=None, repr=False)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
-
-    def __str__(self) -> str:
-        return self.name
+    destination = Destination(run, takes_some=True) if writes_into else None
+    return Operation(name, run, returns_tuple=returns_tuple, find_destination=lambda: destination, **facts)
 
 
-# Kernels of our own with the bits of the operations that they stand for.
-_STAND_INS: dict[Any, Callable[..., Any]] = {aten.bernoulli_.float: draw_bernoulli}
+def register_kernel(name: str, run: Callable[..., Any], **facts: Any) -> Operation:
+    """A kernel of our own, registered under its name."""
+    return register_operation(kernel(name, run, **facts))
 
 
-def function_of(target: Any) -> Callable[..., Any]:
-    """What is called to run an operation on tensors that hold something."""
-    found: Callable[..., Any] = _STAND_INS.get(target, target)
-    return found
+# A kernel of our own with PyTorch's bits draws the numbers of dropout.
+declare(aten.bernoulli_.float, run=draw_bernoulli)
+
+for _fill in (
+    aten.fill.Scalar,
+    aten.zero.default,
+    aten.bernoulli_.float,
+    aten.uniform_.default,
+    aten.normal_.default,
+    aten.random_.default,
+    getattr(aten.random_, "from"),
+    aten.random_.to,
+    aten.exponential_.default,
+):
+    declare(_fill, is_filled=True)
 
 
-def _restride(tensor: torch.Tensor, strides: tuple[int, ...], out: Out = None) -> torch.Tensor:
+def _restride(tensor: Tensor, strides: tuple[int, ...], out: Out = None) -> Tensor:
     make = partial(aten.empty_strided, tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return given(out, 0, make).copy_(tensor)
 
 
 # A scatter into a view returns its own strides; the storage keeps those it has.
-RESTRIDE = OwnOperation("restride", _restride, gradient=lambda args, ct: (ct, None), writes_into=True)
+RESTRIDE = register_kernel("restride", _restride, gradient=lambda args, ct: (ct, None), writes_into=True)
 
 # Writing into a tensor under no_grad changes its value and leaves its history: the gradient passes to what stood there.
-REPLACE_VALUE = OwnOperation("replace_value", lambda old, new: new, gradient=lambda args, ct: (ct, None))
-
+REPLACE_VALUE = register_operation(
+    Operation(
+        "replace_value",
+        lambda old, new: new,
+        gradient=lambda args, ct: (ct, None),
+        shares=-1,
+        is_view=True,
+        costs_nothing=True,
+    )
+)
 
 # Eager hands the operation that wrote through a view a contiguous copy of the cotangent, whatever the view's layout is;
 # a sum over it adds in that order.
-WRITE_VIEW = OwnOperation(
-    "write_view",
-    lambda part: part,
-    gradient=lambda args, ct: (aten.clone.default(ct, memory_format=torch.contiguous_format),),
+WRITE_VIEW = register_operation(
+    Operation(
+        "write_view",
+        lambda part: part,
+        gradient=lambda args, ct: (aten.clone.default(ct, memory_format=torch.contiguous_format),),
+        shares=0,
+        is_view=True,
+        costs_nothing=True,
+    )
 )
 
 
@@ -87,20 +102,31 @@ class GuardMiss(Exception):
         self.found = found
 
 
-def _guard_scalar(tensor: torch.Tensor, expected: Any, index: int) -> None:
+def _guard_scalar(tensor: Tensor, expected: Any, index: int) -> None:
     found = tensor.item()
     if found != expected and not (found != found and expected != expected):
         raise GuardMiss(index, found)
 
 
-def _guard_shape(tensor: torch.Tensor, expected: tuple[int, ...], index: int) -> None:
+def _guard_shape(tensor: Tensor, expected: tuple[int, ...], index: int) -> None:
     if tuple(tensor.shape) != expected:
         raise GuardMiss(index, tuple(tensor.shape))
 
 
-GUARD_SCALAR = OwnOperation("guard", _guard_scalar, has_effect=True)
-GUARD_SHAPE = OwnOperation("guard_shape", _guard_shape, has_effect=True)
-GUARDS = (GUARD_SCALAR, GUARD_SHAPE)
+def _guard(name: str, run: Callable[..., None]) -> Operation:
+    return Operation(
+        name,
+        run,
+        is_guard=True,
+        must_run=True,
+        chains=lambda node: (REVERSIBLE,),
+        is_measurable=False,
+        why_not_captured=lambda node: f"a branch on a tensor's value ({node.origin})",
+    )
+
+
+GUARD_SCALAR = register_operation(_guard("guard", _guard_scalar))
+GUARD_SHAPE = register_operation(_guard("guard_shape", _guard_shape))
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -110,157 +136,207 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def _generator_state(generator: torch.Generator) -> torch.Tensor:
+_DEFAULT = "generator of "
+
+
+def default_generator_of(device: torch.device) -> Live:
+    """That generator's name."""
+    return Live(f"{_DEFAULT}{device}")
+
+
+def bind(item: Live, live: Mapping[str, Any]) -> Any:
+    """What a Live thing stands for; PyTorch's own generators are always there."""
+    if item.name.startswith(_DEFAULT):
+        return default_generator(torch.device(item.name.removeprefix(_DEFAULT)))
+    return live[item.name]
+
+
+def _generator_state(generator: torch.Generator) -> Tensor:
     return generator.get_state()
 
 
-# Before a random operation that is run again later.
-GENERATOR_STATE = OwnOperation("generator_state", _generator_state)
+_DRAWN_AGAIN = "numbers are drawn a second time under a recorded generator state"
+
+# Before a random operation that is run again later: the state of that moment, between the same draws.
+GENERATOR_STATE = register_operation(
+    Operation(
+        "generator_state",
+        _generator_state,
+        chains=lambda node: (REVERSIBLE,),
+        costs_nothing=True,
+        is_measurable=False,
+        why_not_captured=lambda node: _DRAWN_AGAIN,
+    )
+)
 GENERATOR_STATE_BYTES = torch.default_generator.get_state().numel()  # of the CPU's; CUDA's is 16 bytes
 
 
-@dataclass(frozen=True)
-class Replayed:
+@operation_maker
+def replayed(inner: Operation, device: torch.device) -> Operation:
     """A random operation run again under a recorded generator state, which comes first among its arguments."""
-
-    target: Any
-    device: torch.device
-    returns_tuple = True
-
-    def __call__(self, state: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
-        generator = given[0] if given else default_generator(self.device)
-        before = generator.get_state()
-        generator.set_state(state)
-        try:
-            return tuple(flatten_outputs(function_of(self.target)(*args, **kwargs)))
-        finally:
-            generator.set_state(before)
-
-    def __str__(self) -> str:
-        return f"{operation_name(self.target)}.replayed"
+    inside = inner.destination
+    destination = None if inside is None else Destination(partial(_replay_into, inside, device))
+    return Operation(
+        f"{inner.name}.replayed",
+        partial(_replay, inner.run, device),
+        returns_tuple=True,
+        repeats=inner,
+        find_destination=lambda: destination,
+        rehearse=partial(_rehearse_replay, inner, device),
+        why_not_captured=lambda node: _DRAWN_AGAIN,
+    )
 
 
-def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _replay(run: Callable[..., Any], device: torch.device, state: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
+    generator = given[0] if given else default_generator(device)
+    before = generator.get_state()
+    generator.set_state(state)
+    try:
+        return tuple(flatten_outputs(run(*args, **kwargs)))
+    finally:
+        generator.set_state(before)
+
+
+def _replay_into(
+    inside: Destination, device: torch.device, *args: Any, out: Sequence[Tensor], **kwargs: Any
+) -> tuple[Tensor, ...]:
+    kwargs |= {"out": out} if inside.names is None else dict(zip(inside.names, out, strict=True))
+    _replay(inside.call, device, *args, **kwargs)
+    return tuple(out)
+
+
+def _rehearse_replay(
+    inner: Operation, device: torch.device, state: Tensor, *args: Any, **kwargs: Any
+) -> Callable[[], Any]:
+    known = default_generator(device).get_state()  # a generator takes no made-up state
+    return lambda: _replay(inner.run, device, known, *args, **kwargs)
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 # A tensor of the right shape for kernels that look at nothing else of an argument.
-BLANK = OwnOperation("blank", _blank)
+BLANK = register_kernel("blank", _blank)
 
 
-@dataclass(frozen=True)
-class Mutating:
-    """A mutating operation made functional: the mutated arguments are copied first and returned behind the outputs."""
-
-    target: OpOverload
-    returns_tuple = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        places, returns_fresh_tuple, function = _way_to_call(self.target)
-        if kwargs or not places or len(args) <= max(places):
-            bound = bind_arguments(self.target, args, kwargs)
-            copies = _copy_items(bound, schema_of(self.target).mutated)
-            result = call_bound(self.target, bound)
-        else:  # the common case, without the cost of naming every argument
-            given = list(args)
-            copies = _copy_items(given, places)
-            result = function(*given)
-            if returns_fresh_tuple:
-                return (*result, *copies)
-        outputs = flatten_outputs(result) if result is not None else []
-        fresh = [output for output in outputs if not any(output is copy for copy in copies)]
-        return (*fresh, *copies)
-
-    def __str__(self) -> str:
-        return f"{operation_name(self.target)}.functional"
-
-
-@cache
-def _way_to_call(target: OpOverload) -> tuple[tuple[int, ...], bool, Callable[..., Any]]:
-    """The positions of the mutated arguments, none where one is given by name only; whether several tensors come back,
-    all of them new; and what to call.
-    """
-    arguments = {item.name: (place, item) for place, item in enumerate(target._schema.arguments)}
-    mutated = [arguments[name] for name in schema_of(target).mutated]
-    has_places = not any(item.kwarg_only for _, item in mutated)
-    returns = target._schema.returns
-    is_fresh = all(isinstance(item.type, torch._C.TensorType) and item.alias_info is None for item in returns)
-    function = function_of(target)
-    return (
-        tuple(place for place, _ in mutated) if has_places else (),
-        is_fresh and len(returns) > 1,
-        function._op if function is target else function,
+@operation_maker
+def functional(inner: Operation) -> Operation:
+    """A mutating operation made functional: the mutated arguments are copied first and returned after the outputs."""
+    overload = inner.overload
+    assert overload is not None
+    # Some give the tensor another shape instead of other elements.
+    can_be_told = torch.Tag.inplace_view not in overload.tags and (
+        schema_of(overload).is_inplace or find_out_overload(overload) is not None
+    )
+    # Batch normalisation of low precision keeps its statistics in another one than fake tensors say.
+    fits: Callable[[Node], bool] = (lambda node: True) if schema_of(overload).is_inplace else _is_in_full_precision
+    destination = Destination(partial(_run_functional_into, overload), fits=fits) if can_be_told else None
+    kept = ("is_random", "must_run", "chains", "draws", "droppable", "why_not_captured", "is_filled")
+    return Operation(
+        f"{inner.name}.functional",
+        partial(_run_functional, inner),
+        returns_tuple=True,
+        functional_of=inner,
+        is_fresh=True,
+        find_destination=lambda: destination,
+        **{name: getattr(inner, name) for name in kept},
     )
 
 
-def _copy_items(container: Any, keys: Iterable[Any]) -> list[torch.Tensor]:
+def _is_in_full_precision(node: Node) -> bool:
+    return not any(value.tensor_type.dtype in (torch.bfloat16, torch.float16) for value in node.inputs)
+
+
+def _run_functional(inner: Operation, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    places, returns_fresh_tuple, function = _way_to_call(inner)
+    overload = inner.overload
+    assert overload is not None
+    if kwargs or not places or len(args) <= max(places):
+        bound = bind_arguments(overload, args, kwargs)
+        copies = _copy_items(bound, schema_of(overload).mutated)
+        result = call_bound(inner, bound)
+    else:  # the common case, without the cost of naming every argument
+        given = list(args)
+        copies = _copy_items(given, places)
+        result = function(*given)
+        if returns_fresh_tuple:
+            return (*result, *copies)
+    outputs = flatten_outputs(result) if result is not None else []
+    fresh = [output for output in outputs if not any(output is copy for copy in copies)]
+    return (*fresh, *copies)
+
+
+def _run_functional_into(overload: OpOverload, *args: Any, out: Sequence[Tensor], **kwargs: Any) -> tuple[Tensor, ...]:
+    """The arguments that are mutated are copied to the end of `out` first."""
+    bound = bind_arguments(overload, args, kwargs)
+    mutated = [name for name in schema_of(overload).mutated if bound[name] is not None]
+    num_fresh = len(out) - len(mutated)
+    for name, tensor in zip(mutated, out[num_fresh:], strict=True):
+        bound[name] = tensor.copy_(bound[name])
+    written = find_out_overload(overload)
+    if num_fresh and written is not None:
+        call_bound(operation_of(written), bound | dict(zip(out_names(written), out, strict=False)))
+    else:
+        call_bound(operation_of(overload), bound)
+    return tuple(out)
+
+
+@cache
+def _way_to_call(inner: Operation) -> tuple[tuple[int, ...], bool, Callable[..., Any]]:
+    """The positions of the mutated arguments, none where one is given by name only; whether several tensors come back,
+    all of them new; and what to call.
+    """
+    overload = inner.overload
+    assert overload is not None
+    arguments = {item.name: (place, item) for place, item in enumerate(overload._schema.arguments)}
+    mutated = [arguments[name] for name in schema_of(overload).mutated]
+    has_places = not any(item.kwarg_only for _, item in mutated)
+    returns = overload._schema.returns
+    is_fresh = all(isinstance(item.type, torch._C.TensorType) and item.alias_info is None for item in returns)
+    return (
+        tuple(place for place, _ in mutated) if has_places else (),
+        is_fresh and len(returns) > 1,
+        overload._op if inner.run is overload else inner.run,
+    )
+
+
+def _copy_items(container: Any, keys: Iterable[Any]) -> list[Tensor]:
     """Replace the tensors at `keys` by copies of the same strides, which are returned."""
     copies = []
     for key in keys:
         tensor = container[key]
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, Tensor):
             container[key] = tensor.clone() if tensor.is_contiguous() else _restride(tensor, tensor.stride())
             copies.append(container[key])
     return copies
 
 
-def call_bound(target: OpOverload, bound: dict[str, Any]) -> Any:
-    """Call `target` with arguments by schema name."""
-    arguments = target._schema.arguments
+def call_bound(operation: Operation, bound: dict[str, Any]) -> Any:
+    """Call one of PyTorch's operations with arguments by schema name."""
+    assert operation.overload is not None
+    arguments = operation.overload._schema.arguments
     args = [bound[argument.name] for argument in arguments if not argument.kwarg_only]
     kwargs = {argument.name: bound[argument.name] for argument in arguments if argument.kwarg_only}
-    return function_of(target)(*args, **kwargs)
+    return operation.run(*args, **kwargs)
 
 
-def overwrites(node: Node) -> tuple[Value, ...]:
-    """The inputs of the Program that a node gives another value: an optimizer's update overwrites its parameter."""
-    return getattr(node.target, "overwrites", lambda node: ())(node)
+@operation_maker
+def as_tensor(inner: Operation) -> Operation:
+    """An operation with a Python result, such as `torch.equal`, as one with a tensor result."""
+    return Operation(inner.name, lambda *args: torch.tensor(inner.run(*args)), lets_go=inner.lets_go)
 
 
-def has_effect(target: Any) -> bool:
-    """Whether a node must run even if nobody reads its outputs: random draws, guards, assertions."""
-    if isinstance(target, OpOverload):
-        return schema_of(target).has_effect
-    return is_random(target) or getattr(target, "has_effect", False)
+@operation_maker
+def compact(inner: Operation) -> Operation:
+    """An operation with its output in memory of its own size."""
+    return replace(
+        kernel(f"{inner.name}.compact", partial(_run_compact, inner)),
+        compact_of=inner,
+    )
 
 
-def is_random(target: Any) -> bool:
-    """Whether the operation draws from a generator."""
-    if isinstance(target, Mutating):
-        target = target.target
-    return isinstance(target, OpOverload) and schema_of(target).is_random
-
-
-# Attention whose kernels touch no generator where nothing is dropped out; the derivatives of two are marked as random.
-_DRAWING_BY_DROPOUT = (
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-)
-
-
-def draws(node: Node) -> bool:
-    """Whether the node draws from a generator when it is run."""
-    if node.target in _DRAWING_BY_DROPOUT:
-        return bind_arguments(node.target, node.args, node.kwargs)["dropout_p"] != 0
-    return is_random(node.target)
-
-
-def is_view(target: Any) -> bool:
-    """Whether the outputs share the memory of the first argument."""
-    if isinstance(target, OpOverload):
-        return schema_of(target).is_view or target in _UNDECLARED_VIEWS
-    return target in (REPLACE_VALUE, WRITE_VIEW)
-
-
-# Autograd treats these as fresh tensors, but their outputs lie in their input's memory.
-_UNDECLARED_VIEWS = {
-    aten._unsafe_view.default,
-    aten.unsafe_split.Tensor,
-    aten.unsafe_split_with_sizes.default,
-    aten.lift_fresh.default,
-    aten._reshape_alias.default,
-}
+def _run_compact(inner: Operation, *args: Any, **kwargs: Any) -> Tensor:
+    output = inner.run(*args, **kwargs)
+    return output if output.untyped_storage().nbytes() == output.nbytes else output.clone()

@@ -15,12 +15,12 @@ import torch
 from torch._ops import OpOverload
 
 from undertow.ir import TensorType
+from undertow.ir.pytorch import declare
 from undertow.kernels.window_codes import decode_windows, encode_windows
 from undertow.ops.alternatives import Codec, register_codec
-from undertow.ops.own import OwnOperation
+from undertow.ops.own import register_kernel
 from undertow.ops.registry import Call, Op, case, composed, fused, register
 from undertow.ops.resampling import apply_transposed
-from undertow.ops.shape_only import register_shape_only
 
 aten = torch.ops.aten
 
@@ -79,8 +79,8 @@ def _window_codec(bound: dict[str, Any], kind: TensorType) -> Codec | None:
     return Codec(replace(kind, dtype=torch.uint8), (ENCODE_WINDOWS, geometry), (DECODE_WINDOWS, geometry))
 
 
-ENCODE_WINDOWS = OwnOperation("encode_windows", encode_windows, writes_into=True)
-DECODE_WINDOWS = OwnOperation("decode_windows", decode_windows, writes_into=True)
+ENCODE_WINDOWS = register_kernel("encode_windows", encode_windows, writes_into=True)
+DECODE_WINDOWS = register_kernel("decode_windows", decode_windows, writes_into=True)
 register_codec(aten.max_pool2d_with_indices.default, 1, _window_codec)
 
 _register_max_pool(
@@ -253,4 +253,4 @@ for _reader in (
     aten.avg_pool2d_backward.default,
     aten._adaptive_avg_pool2d_backward.default,
 ):
-    register_shape_only(_reader, "self")
+    declare(_reader, shape_only=[item.name for item in _reader._schema.arguments].index("self"))

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from undertow.ir.out_overloads import mark_compared
+from undertow.ir.schema import bind_arguments
+
 Cotangent = torch.Tensor | None
 Formula = Callable[..., Any]
 
@@ -174,21 +177,6 @@ class Call:
         return name in self._wanted
 
 
-def bind_arguments(target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by schema name, defaults filled in. `self` stays `self`."""
-    bound = {}
-    for position, argument in enumerate(target._schema.arguments):
-        if position < len(args):
-            bound[argument.name] = args[position]
-        elif argument.name in kwargs:
-            bound[argument.name] = kwargs[argument.name]
-        elif argument.has_default_value():
-            bound[argument.name] = argument.default_value
-        else:
-            raise TypeError(f"{target}: argument {argument.name} is missing")
-    return bound
-
-
 _REGISTRY: dict[OpOverload, Op] = {}
 
 
@@ -197,6 +185,7 @@ def register(op: Op) -> Op:
     if op.target in _REGISTRY:
         raise ValueError(f"{op.target} has a record already")
     _REGISTRY[op.target] = op
+    mark_compared(op.target)
     return op
 
 

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-from torch._ops import OpOverload
-
-from undertow.ir import Node, Program, Value
+from undertow.ir import Node, Operation, Program, Value
+from undertow.ir.pytorch import in_place_of
 from undertow.ops.lifetimes import Lifetimes, find_lifetimes, is_dense
-from undertow.ops.own import Mutating
-from undertow.ops.schema import inplace_of, schema_of
 
 
 def reuse_dead_inputs(program: Program) -> Program:
@@ -22,33 +18,29 @@ def reuse_dead_inputs(program: Program) -> Program:
     nodes = list(program.nodes)
     lifetimes = find_lifetimes(program)
     for index, node in enumerate(nodes):
-        target = _reusing_target(node, index, lifetimes)
-        if target is not None:
-            nodes[index] = replace(node, target=target)
+        operation = _find_reuse(node, index, lifetimes)
+        if operation is not None:
+            nodes[index] = replace(node, operation=operation)
     return replace(program, nodes=tuple(nodes))
 
 
-def inplace_target(node: Node) -> OpOverload | None:
+def in_place_operation(node: Node) -> Operation | None:
     """The operation that writes the node's result over its first argument; None if there is none of the same type."""
     if len(node.outputs) != 1 or not node.args:
         return None
-    if isinstance(node.target, Mutating):
-        target = node.target.target if schema_of(node.target.target).is_inplace else None
-    elif isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags:
-        # In-place products of complex numbers with strides take another kernel, with other last bits.
-        is_complex = any(value.tensor_type.dtype.is_complex for value in node.inputs)
-        target = None if is_complex else inplace_of(node.target)
-    else:
-        target = None
     argument, result = node.args[0], node.outputs[0]
     if not isinstance(argument, Value) or result is None or argument.type != result.type:
         return None
-    return target
+    # In-place products of complex numbers with strides take another kernel, with other last bits.
+    is_complex = any(value.tensor_type.dtype.is_complex for value in node.inputs)
+    if is_complex and node.operation.functional_of is None:
+        return None
+    return in_place_of(node.operation)
 
 
-def _reusing_target(node: Node, index: int, lifetimes: Lifetimes) -> OpOverload | None:
-    target = inplace_target(node)
-    if target is None:
+def _find_reuse(node: Node, index: int, lifetimes: Lifetimes) -> Operation | None:
+    operation = in_place_operation(node)
+    if operation is None:
         return None
     argument = node.args[0]
     root = lifetimes.root[argument]
@@ -56,4 +48,4 @@ def _reusing_target(node: Node, index: int, lifetimes: Lifetimes) -> OpOverload 
         return None
     if sum(lifetimes.root[value] is root for value in node.inputs) > 1:
         return None
-    return target
+    return operation

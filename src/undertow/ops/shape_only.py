@@ -14,34 +14,19 @@ import torch
 from undertow.ir import Node, Program, TensorType, Value
 from undertow.ops.own import BLANK
 
-_SHAPE_ONLY: dict[Any, int] = {}
-
-
-def register_shape_only(target: Any, argument: str) -> None:
-    """`target` reads nothing of its `argument` but the shape."""
-    _SHAPE_ONLY[target] = [item.name for item in target._schema.arguments].index(argument)
-
-
-def shape_only_readers() -> dict[Any, int]:
-    """Operations, and the position of the argument of which they read the shape only."""
-    return dict(_SHAPE_ONLY)
-
 
 def forget_shape_only_reads(program: Program) -> Program:
     """The Program with a blank of the same shape wherever only the shape is read."""
-    nodes: list[Node] = []
-    num_forward = program.num_forward_nodes
-    for position, node in enumerate(program.nodes):
-        place = _SHAPE_ONLY.get(node.target)
-        argument = node.args[place] if place is not None else None
-        if isinstance(argument, Value) and _can_be_blank(argument.type):
-            assert place is not None
-            blank = _blank_like(argument, node, position)
-            nodes.append(blank)
-            num_forward += position < program.num_forward_nodes
-            node = replace(node, args=(*node.args[:place], blank.outputs[0], *node.args[place + 1 :]))
-        nodes.append(node)
-    return replace(program, nodes=tuple(nodes), num_forward_nodes=num_forward)
+    return program.map_nodes(lambda node: _with_blank(node, program.positions[node]))
+
+
+def _with_blank(node: Node, position: int) -> tuple[Node, ...]:
+    place = node.operation.shape_only
+    argument = node.args[place] if place is not None else None
+    if place is None or not isinstance(argument, Value) or not _can_be_blank(argument.type):
+        return (node,)
+    blank = _blank_like(argument, node, position)
+    return blank, replace(node, args=(*node.args[:place], blank.outputs[0], *node.args[place + 1 :]))
 
 
 def _can_be_blank(kind: Any) -> bool:
@@ -52,4 +37,4 @@ def _blank_like(argument: Value, node: Node, position: int) -> Node:
     kind = argument.tensor_type
     blank = Value(f"blank_{position}", replace(kind, strides=(0,) * len(kind.shape)))
     device = torch.device(kind.device)
-    return Node(BLANK, (kind.shape, kind.dtype, device), {}, (blank,), node.origin)
+    return Node(BLANK, (kind.shape, kind.dtype, device), {}, (blank,), node.origin, node.phase)

@@ -16,7 +16,6 @@ from undertow.ir.plan import ARENA_GAPS
 from undertow.ir.program import Node
 from undertow.ops.destinations import assumed_workspace, find_movable
 from undertow.ops.lifetimes import FOREVER, Lifetimes, find_lifetimes, kept_values
-from undertow.ops.opaque import ThroughAutograd
 from undertow.ops.placement import place
 from undertow.ops.reuse import reuse_dead_inputs
 
@@ -29,7 +28,7 @@ def make_plan(
     program: Program,
     *,
     base: Program | None = None,
-    bases: Sequence[int] | None = None,
+    bases: Sequence[tuple[int, ...]] | None = None,
     repeats: Mapping[Value, Value] | None = None,
     cost_of: Callable[[Node], Cost] | None = None,
     table: Mapping[str, Cost] | None = None,
@@ -71,11 +70,11 @@ def make_plan(
     return Plan(
         program=program,
         base=base,
-        bases=tuple(bases) if bases is not None else tuple(range(len(program.nodes))),
+        bases=tuple(bases) if bases is not None else tuple((position,) for position in range(len(program.nodes))),
         repeats=dict(repeats or {}),
         tables=replace(tables, offsets=offsets),
         kept=kept_values(program, lifetimes),
-        without_rule=tuple(node for node in program.backward_nodes if isinstance(node.target, ThroughAutograd)),
+        without_rule=tuple(node for node in program.nodes if node.operation.derivative_of is not None),
         held=held,
         live_bytes=tuple(size + gap_bytes for size in live_bytes),
         budget_bytes=budget_bytes,

@@ -24,13 +24,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from undertow.errors import CaptureError
-from undertow.ir import Node, Origin, TensorType, Value, operation_name
+from undertow.ir import Live, Node, Operation, Origin, Phase, TensorType, Value
+from undertow.ir.pytorch import operation_of
+from undertow.ir.schema import (
+    bind_arguments,
+    flatten_outputs,
+    functional_of,
+    is_mutated,
+    is_type_found_by_running,
+    schema_of,
+)
 from undertow.ops.modes import below_autograd
-from undertow.ops.own import REPLACE_VALUE, RESTRIDE, WRITE_VIEW, Mutating
-from undertow.ops.registry import bind_arguments, find_op
-from undertow.ops.schema import flatten_outputs, functional_of, is_mutated, is_type_found_by_running, schema_of
+from undertow.ops.own import (
+    REPLACE_VALUE,
+    RESTRIDE,
+    WRITE_VIEW,
+    default_generator,
+    default_generator_of,
+    functional,
+)
+from undertow.ops.registry import find_op
 from undertow.ops.traced_tensor import Alias, Storage, TracedTensor
-from undertow.ops.views import TakePart, ViewStep, write_through
+from undertow.ops.views import ViewStep, take_part, write_through
 
 aten = torch.ops.aten
 
@@ -41,6 +56,7 @@ class Recorder(TorchDispatchMode):
     """Records every operation run under it. Subclasses say where operations come from and what may be read."""
 
     takes_parts = True  # a backward pass that writes into its own fresh tensors need not
+    phase = Phase.FORWARD
 
     def __init__(self, fake_mode: FakeTensorMode, names: Namer) -> None:
         super().__init__()
@@ -50,6 +66,7 @@ class Recorder(TorchDispatchMode):
         self.tensors: dict[Value, TracedTensor] = {}
         self.second_tensors: dict[Value, list[TracedTensor]] = {}
         self.settled_requires_grad: dict[Value, bool] = {}
+        self.live: dict[str, Any] = {}
 
     def origin(self) -> Origin:
         """Where the operation being recorded comes from."""
@@ -161,8 +178,9 @@ class Recorder(TorchDispatchMode):
 
     def emit(self, target: Any, args: Any, kwargs: dict[str, Any], fakes: Sequence[torch.Tensor | None]) -> list[Any]:
         """Append a node whose outputs have the types of `fakes`; returns its output Values."""
-        outputs = tuple(None if fake is None else self.names.value(target, TensorType.of(fake)) for fake in fakes)
-        self.nodes.append(Node(target, args, kwargs, outputs, self.origin()))
+        operation = operation_of(target)
+        outputs = tuple(None if fake is None else self.names.value(operation, TensorType.of(fake)) for fake in fakes)
+        self.nodes.append(Node(operation, args, kwargs, outputs, self.origin(), self.phase))
         return list(outputs)
 
     def emit_view(self, step: ViewStep, value: Value, fake: torch.Tensor) -> tuple[Value, Any]:
@@ -209,30 +227,31 @@ class Recorder(TorchDispatchMode):
             if func.overloadpacket is aten.set_:
                 self.refuse("giving a tensor another storage (set_)", "make a new tensor instead")
             return self._record_inplace_view(func, args, kwargs)
-        functional = functional_of(func) if schema_of(func).is_inplace and not schema_of(func).is_random else None
-        if functional is None or find_op(func) is not None:
+        is_known = schema_of(func).is_inplace and not schema_of(func).is_random
+        out_of_place = functional_of(func) if is_known else None
+        if out_of_place is None or find_op(func) is not None:
             return self._record_generic_mutation(func, args, kwargs)
         target = self.traced(args[0])
         self.take_part(target)
         fake_args, fake_kwargs = self.fakes_of((args, kwargs))
         with self.fake_mode:
-            fake = functional(*fake_args, **fake_kwargs)
+            fake = out_of_place(*fake_args, **fake_kwargs)
             if fake.stride() != target.fake.stride() or fake.dtype != target.fake.dtype:
                 # Kernels choose vectorised or scalar code by strides, and the two differ in the last bit for exp, tanh
                 # and the like: what eager computes in a strided view must lie in the same strides here.
                 return self._record_generic_mutation(func, args, kwargs)
             func(*fake_args, **fake_kwargs)
         value_args, value_kwargs = self.values_of(args), {name: self.values_of(item) for name, item in kwargs.items()}
-        (value,) = self.emit(functional, value_args, value_kwargs, [fake])
+        (value,) = self.emit(out_of_place, value_args, value_kwargs, [fake])
         self.write(target, value, fake)
         return args[0]
 
     def _record_inplace_view(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """`x.t_()` and the like: the same memory under another shape."""
-        target, functional = self.traced(args[0]), functional_of(func)
-        assert functional is not None
+        target, out_of_place = self.traced(args[0]), functional_of(func)
+        assert out_of_place is not None
         self._settle(target)
-        step = ViewStep(functional, tuple(args[1:]), kwargs, 0)
+        step = ViewStep(out_of_place, map_tensors(tuple(args[1:]), self.value_of), kwargs, 0)
         value, fake = self.emit_view(step, self.value_of(target), target.fake)
         target.fake = fake
         target.alias = Alias(target.alias.storage, (*target.alias.steps, step), value, target.alias.storage.version)
@@ -246,7 +265,7 @@ class Recorder(TorchDispatchMode):
         bound = bind_arguments(func, args, kwargs)
         mutated = [bound[name] for name in schema_of(func).mutated]
         if not all(isinstance(item, torch.Tensor | None) for item in mutated):
-            self.refuse(f"the in-place operation {operation_name(func)} on a list of tensors", "write it per tensor")
+            self.refuse(f"the in-place operation {operation_of(func)} on a list of tensors", "write it per tensor")
         targets = [self.traced(item) for item in mutated if item is not None]
         if len(targets) == 1:
             self.take_part(targets[0])
@@ -260,10 +279,11 @@ class Recorder(TorchDispatchMode):
         if is_found and is_type_found_by_running(func, self._cpu_tensors((fake_args, tuple(fake_kwargs.values())))):
             result = self._run_on_zeros(func, fake_args, fake_kwargs)
         if any(target.fake.shape != shape for target, shape in zip(targets, shapes, strict=True)):
-            self.refuse(f"{operation_name(func)}, which changes a tensor's size in place", "make a new tensor instead")
+            self.refuse(f"{operation_of(func)}, which changes a tensor's size in place", "make a new tensor instead")
         fakes = flatten_outputs(result) if result is not None else []
         fresh = [fake for fake in fakes if not any(fake is target.fake for target in targets)]
-        values = self.emit(Mutating(func), value_args, value_kwargs, [*fresh, *(target.fake for target in targets)])
+        made = [*fresh, *(target.fake for target in targets)]
+        values = self.emit(functional(operation_of(func)), value_args, value_kwargs, made)
         for target, value in zip(targets, values[len(fresh) :], strict=True):
             self.write(target, value, target.fake)
         tensors = [
@@ -279,7 +299,7 @@ class Recorder(TorchDispatchMode):
         alias, storage = target.alias, target.alias.storage
         if not alias.steps or not self.takes_parts or any(step.target is aten.detach.default for step in alias.steps):
             return
-        taken = TakePart(alias.steps)
+        taken = take_part(*(step.as_data() for step in alias.steps))
         with self.on_fakes():
             part = taken(storage.fake)[0]
         alias.value, storage.value = self.emit(taken, (storage.value,), {}, [part, storage.fake])
@@ -340,8 +360,21 @@ class Recorder(TorchDispatchMode):
         self.settled_requires_grad.setdefault(tensor.alias.value, tensor.requires_grad)
 
     def values_of(self, arguments: Any) -> Any:
-        """`arguments` with every tensor replaced by its current value."""
+        """`arguments` with every tensor replaced by its current value, and every generator by its name."""
+        if isinstance(arguments, torch.Generator):
+            return self.name_live("generator", arguments)
+        if isinstance(arguments, tuple | list) and not isinstance(arguments, torch.Size):
+            return tuple(map(self.values_of, arguments))
         return map_tensors(arguments, self.value_of)
+
+    def name_live(self, kind: str, item: Any) -> Live:
+        """The name under which a step will find a live thing."""
+        if isinstance(item, torch.Generator) and item is default_generator(item.device):
+            return default_generator_of(item.device)
+        known = next((name for name, other in self.live.items() if other is item), None)
+        name = known or f"{kind} {len(self.live)}"
+        self.live[name] = item
+        return Live(name)
 
     def fakes_of(self, arguments: Any) -> Any:
         """`arguments` with every tensor replaced by its fake."""
@@ -355,9 +388,9 @@ class Namer:
         self._counts: dict[str, int] = {}
         self._taken = set(taken)
 
-    def value(self, target: Any, value_type: Any) -> Value:
-        """A new Value for an output of `target`."""
-        return Value(self.unique(operation_name(target).partition(".")[0].strip("_")), value_type)
+    def value(self, operation: Operation, value_type: Any) -> Value:
+        """A new Value for an output of `operation`."""
+        return Value(self.unique(operation.name.partition(".")[0].strip("_")), value_type)
 
     def unique(self, stem: str) -> str:
         """`stem_1`, `stem_2`, ..."""

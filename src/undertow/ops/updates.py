@@ -1,17 +1,19 @@
-"""An optimizer's update of one parameter as an operation of the step.
+"""What becomes of gradients, as operations of the step: an optimizer's update of one parameter, or of all of them.
 
 The arithmetic is the optimizer's own: a shallow copy of it, with its live settings and its state, steps on a group of
 one parameter. It may therefore run as soon as the gradient is complete and the parameter is read no more, with the
 bits of a step afterwards. True for optimizers that treat every parameter by itself; those that were compared are named.
 The commonest settings of these run in one pass over memory, with the same bits (see `one_pass_updates`).
+
+The records hold what decides on kernels; the optimizer is bound when a step is made (`OPTIMIZER`, `TRAINING`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -19,9 +21,13 @@ import torch
 
 from undertow.ir import Node, Origin, TensorType, Value
 from undertow.ir.cost import Cost
+from undertow.ir.live import Live
+from undertow.ir.operation import Operation, Parts, operation_maker, register_operation
 from undertow.ops.one_pass_updates import is_known, step_in_one_pass
 
 SEPARABLE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+OPTIMIZER = Live("optimizer")
+TRAINING = Live("training")  # a Training
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
@@ -29,155 +35,179 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in SEPARABLE_OPTIMIZERS
 
 
-@dataclass(frozen=True, eq=False)
-class UpdateParameter:
-    """Steps `optimizer` for one parameter; called with the parameter and its gradient.
+def gradient_chain(parameter: Value) -> str:
+    """The order in which things are done with a parameter's gradient."""
+    return f"gradient of {parameter.name}"
 
-    Where the forward pass itself gave the parameter another value, that comes third and is written first.
+
+@operation_maker
+def update_parameter(kind: str, settings: str, needs_cpu: bool) -> Operation:
+    """(optimizer, group, parameter, gradient, value that the forward pass gave the parameter if any): one update.
+
+    `kind` and `settings` decide which kernels run; `needs_cpu` where the optimizer counts its steps there.
     """
-
-    optimizer: torch.optim.Optimizer = field(repr=False)
-    parameter: torch.nn.Parameter = field(repr=False)
-    group_index: int
-    has_effect = True
-
-    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor, assigned: torch.Tensor | None = None) -> None:
-        if assigned is not None:
-            _assign(parameter, assigned)
-        if not step_in_one_pass(self.optimizer, self.group_index, self.parameter, gradient):
-            _step(self.optimizer, self.group_index, [self.parameter], [gradient])
-
-    def overwrites(self, node: Node) -> tuple[Value, ...]:
-        """The parameter itself."""
-        return (node.args[0],)
-
-    def prepare_rehearsal(self, parameter: torch.Tensor, gradient: torch.Tensor, *_: torch.Tensor) -> Callable[[], Any]:
-        """A call that costs what the update costs, on a parameter nobody has."""
-        twin = torch.nn.Parameter(parameter)
-        double = _double(self.optimizer, self.group_index, [twin])
-        _step(double, 0, [twin], [gradient])  # makes the state, which is not part of the cost
-        update = UpdateParameter(double, twin, 0)
-        return lambda: update(parameter, gradient)
-
-    @property
-    def settings(self) -> str:
-        """What decides which kernels run."""
-        passes = "one pass " if is_known(self.optimizer.param_groups[self.group_index], type(self.optimizer)) else ""
-        return passes + _settings(self.optimizer, self.group_index)
-
-    def __str__(self) -> str:
-        return f"update_{type(self.optimizer).__name__.lower()}"
+    reason = f"{kind} counts its steps on the CPU; make it with capturable=True" if needs_cpu else None
+    return Operation(
+        f"update_{kind.lower()}",
+        _update_parameter,
+        writes=lambda node: (node.args[2],),
+        must_run=True,
+        chains=lambda node: (gradient_chain(node.args[2]),),
+        can_repeat=False,
+        settings=settings,
+        rehearse=_rehearse_update,
+        assumed_workspace=lambda node: 0,
+        why_not_captured=lambda node: reason,
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class DeliverGradient:
-    """Gives a finished gradient to its parameter, as autograd's accumulation does.
-
-    One that is added up from call to call is kept apart: the step may go on to write over what it was given.
-    """
-
-    parameter: torch.nn.Parameter = field(repr=False)
-    is_added_up: bool
-    has_effect = True
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        known = self.parameter.grad
-        if known is None:
-            self.parameter.grad = gradient.clone() if self.is_added_up else gradient
-        else:
-            known.add_(gradient)
-
-    def __str__(self) -> str:
-        return "deliver_gradient"
+def update_by(optimizer: torch.optim.Optimizer, group_index: int) -> Operation:
+    """The update of one parameter of a group."""
+    group = optimizer.param_groups[group_index]
+    passes = "one pass " if is_known(group, type(optimizer)) else ""
+    needs_cpu = not isinstance(optimizer, torch.optim.SGD) and not group.get("capturable")
+    return update_parameter(type(optimizer).__name__, passes + _settings(optimizer, group_index), needs_cpu)
 
 
-@dataclass(frozen=True, eq=False)
-class RehearsedUpdates:
-    """Updates of several parameters in a row, which never run in a step: for what a step afterwards costs."""
+def _update_parameter(
+    optimizer: torch.optim.Optimizer,
+    group_index: int,
+    parameter: torch.nn.Parameter,
+    gradient: torch.Tensor,
+    assigned: torch.Tensor | None = None,
+) -> None:
+    if assigned is not None:
+        _assign(parameter, assigned)
+    if not step_in_one_pass(optimizer, group_index, parameter, gradient):
+        _step(optimizer, group_index, [parameter], [gradient])
 
-    optimizer: torch.optim.Optimizer = field(repr=False)
-    group_index: int
 
-    def __call__(self, parameters: tuple[torch.Tensor, ...]) -> None:
-        raise AssertionError("a rehearsal is not part of any step")
+def _rehearse_update(
+    optimizer: torch.optim.Optimizer, group_index: int, parameter: torch.Tensor, gradient: torch.Tensor, *_: Any
+) -> Callable[[], Any]:
+    """A call that costs what the update costs, on a parameter nobody has."""
+    twin = torch.nn.Parameter(parameter)
+    double = _double(optimizer, group_index, [twin])
+    _step(double, 0, [twin], [gradient])  # makes the state, which is not part of the cost
+    return lambda: _update_parameter(double, 0, twin, gradient)
 
-    def prepare_rehearsal(self, parameters: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
-        """A call that costs what the updates cost."""
-        return _rehearse(
-            self.optimizer, self.group_index, parameters, [torch.ones_like(parameter) for parameter in parameters]
-        )
 
-    @property
-    def settings(self) -> str:
-        """What decides which kernels run."""
-        return _settings(self.optimizer, self.group_index)
+def _deliver_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor, is_added_up: bool) -> None:
+    known = parameter.grad
+    if known is None:
+        parameter.grad = gradient.clone() if is_added_up else gradient
+    else:
+        known.add_(gradient)
 
-    def __str__(self) -> str:
-        return f"updates_{type(self.optimizer).__name__.lower()}"
+
+# (parameter, gradient, is_added_up): gives a finished gradient to its parameter, as autograd's accumulation does. One
+# that is added up from call to call is kept apart: the step may go on to write over what it was given.
+DELIVER_GRADIENT = register_operation(
+    Operation(
+        "deliver_gradient",
+        _deliver_gradient,
+        lets_go=False,
+        hands_over=1,
+        must_run=True,
+        chains=lambda node: (gradient_chain(node.args[0]),),
+        can_repeat=False,
+        is_measurable=False,
+    )
+)
+
+
+@dataclass(eq=False)
+class Training:
+    """What a step afterwards works on; `num_calls` counts those of the step."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    num_calls: int = 0
 
 
 NORM_BYTES = 2 * 64  # of a gradient: a number and its copy in the stack, each in an allocation of its own
 
 
-@dataclass(eq=False)
-class StepAfterwards:
-    """The optimizer's own step, when all gradients are there: after clipping, or at every so many calls.
+@operation_maker
+def step_afterwards(kind: str) -> Operation:
+    """(training, norm to clip to, calls to accumulate, parameters, gradients, assignments): the optimizer's own step.
 
-    `assignments` are parameters to which the forward pass itself gave another value, and that value.
+    For when all gradients are there: after clipping, or at every so many calls. `assignments` are parameters to which
+    the forward pass itself gave another value, and that value.
     """
-
-    model: torch.nn.Module = field(repr=False)
-    optimizer: torch.optim.Optimizer = field(repr=False)
-    clip_norm: float | None
-    accumulate: int
-    num_calls: int = 0
-    has_effect = True
-
-    def __call__(
-        self,
-        parameters: tuple[torch.Tensor, ...],
-        gradients: tuple[torch.Tensor, ...],
-        assignments: tuple[tuple[torch.Tensor, torch.Tensor], ...],
-    ) -> None:
-        for parameter, value in assignments:
-            _assign(parameter, value)
-        self.num_calls += 1
-        if self.num_calls % self.accumulate:
-            return
-        if self.clip_norm is not None:
-            # In the model's order: a norm is a sum, and its last bit depends on the order.
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def overwrites(self, node: Node) -> tuple[Value, ...]:
-        """All parameters."""
-        return node.args[0]
-
-    def parts(self) -> list[Node]:
-        """What the step is measured by: updates of two parameters in a row.
-
-        The temporaries of one update live on until those of the next take their names.
-        """
-        parts = []
-        for index, group in enumerate(self.optimizer.param_groups):
-            values = [Value("parameter", TensorType.of(parameter)) for parameter in group["params"]]
-            rows = [(value,) for value in values] if group.get("foreach") else [(values[0],), *pairwise(values)]
-            parts += [Node(RehearsedUpdates(self.optimizer, index), (row,), {}, (), Origin()) for row in rows]
-        return parts
-
-    def cost(self, parts: Sequence[Cost]) -> Cost:
-        """The cost of the step from those of its parts: temporaries of a `foreach` step are there all at once."""
-        is_at_once = any(group.get("foreach") for group in self.optimizer.param_groups)
-        workspace_bytes = (sum if is_at_once else max)(part.workspace_bytes for part in parts)
-        workspace_bytes += NORM_BYTES * (len(parts) + 8) if self.clip_norm is not None else 0
-        return Cost(sum(part.duration_ns for part in parts) // (1 if is_at_once else 2), workspace_bytes)
-
-    def __str__(self) -> str:
-        return f"step_{type(self.optimizer).__name__.lower()}"
+    return Operation(
+        f"step_{kind.lower()}",
+        _step_afterwards,
+        writes=lambda node: node.args[3],
+        lets_go=False,
+        must_run=True,
+        chains=lambda node: tuple(map(gradient_chain, node.args[3])),
+        can_repeat=False,
+        is_measurable=False,
+        parts=_parts_of_step,
+        why_not_captured=lambda node: "the optimizer steps after the backward pass",
+    )
 
 
-UPDATES = (UpdateParameter, DeliverGradient, StepAfterwards)
+def _step_afterwards(
+    training: Training,
+    clip_norm: float | None,
+    accumulate: int,
+    parameters: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor, ...],
+    assignments: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+) -> None:
+    for parameter, value in assignments:
+        _assign(parameter, value)
+    training.num_calls += 1
+    if training.num_calls % accumulate:
+        return
+    if clip_norm is not None:
+        # In the model's order: a norm is a sum, and its last bit depends on the order.
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), clip_norm)
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=True)
+
+
+def _parts_of_step(node: Node, live: Mapping[str, Any]) -> Parts:
+    """What a step afterwards is measured by: updates of two parameters in a row.
+
+    The temporaries of one update live on until those of the next take their names. Those of a `foreach` step are there
+    all at once.
+    """
+    optimizer, clip_norm = live[TRAINING.name].optimizer, node.args[1]
+    is_at_once = any(group.get("foreach") for group in optimizer.param_groups)
+    nodes = []
+    for index, group in enumerate(optimizer.param_groups):
+        values = [Value("parameter", TensorType.of(parameter)) for parameter in group["params"]]
+        rows = [(value,) for value in values] if group.get("foreach") else [(values[0],), *pairwise(values)]
+        operation = rehearsed_updates(type(optimizer).__name__, _settings(optimizer, index))
+        nodes += [Node(operation, (TRAINING, index, row), {}, (), Origin()) for row in rows]
+
+    def combine(costs: Sequence[Cost]) -> Cost:
+        workspace_bytes = (sum if is_at_once else max)(cost.workspace_bytes for cost in costs)
+        workspace_bytes += NORM_BYTES * (len(costs) + 8) if clip_norm is not None else 0
+        return Cost(sum(cost.duration_ns for cost in costs) // (1 if is_at_once else 2), workspace_bytes)
+
+    return Parts(nodes, combine)
+
+
+@operation_maker
+def rehearsed_updates(kind: str, settings: str) -> Operation:
+    """(training, group, parameters): updates in a row, which never run in a step: for what a step afterwards costs."""
+    return Operation(f"updates_{kind.lower()}", _never_run, settings=settings, rehearse=_rehearse_updates)
+
+
+def _never_run(*args: Any) -> None:
+    raise AssertionError("a rehearsal is not part of any step")
+
+
+def _rehearse_updates(training: Training, group_index: int, parameters: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
+    gradients = [torch.ones_like(parameter) for parameter in parameters]
+    twins = [torch.nn.Parameter(parameter) for parameter in parameters]
+    double = _double(training.optimizer, group_index, twins)
+    _step(double, 0, twins, gradients)  # makes the state, which is not part of the cost
+    return lambda: _step(double, 0, twins, gradients)
 
 
 def _assign(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -218,18 +248,6 @@ def _step(
     finally:
         for parameter, gradient_before in zip(parameters, before, strict=True):
             parameter.grad = gradient_before
-
-
-def _rehearse(
-    optimizer: torch.optim.Optimizer,
-    group_index: int,
-    parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-) -> Callable[[], Any]:
-    twins = [torch.nn.Parameter(parameter) for parameter in parameters]
-    double = _double(optimizer, group_index, twins)
-    _step(double, 0, twins, gradients)  # makes the state, which is not part of the cost
-    return lambda: _step(double, 0, twins, gradients)
 
 
 def _double(optimizer: torch.optim.Optimizer, group_index: int, parameters: list[torch.nn.Parameter]) -> Any:

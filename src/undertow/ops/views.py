@@ -7,19 +7,23 @@ new value. Each view has an inverse: a scatter for a part, the opposite movement
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
-from undertow.ir import Value, operation_name
+from undertow.ir import Value
+from undertow.ir.operation import Operation, operation_maker
+from undertow.ir.pytorch import operation_of
 from undertow.ops.own import REPLACE_VALUE
 
 if TYPE_CHECKING:
     from undertow.ops.tracing import Recorder
 
 aten = torch.ops.aten
-Pair = tuple[Value, torch.Tensor]
+Pair = tuple[Value, Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,47 +35,56 @@ class ViewStep:
     kwargs: dict[str, Any]
     output_index: int
 
+    def as_data(self) -> Step:
+        """The step as a parameter of `take_part`."""
+        return operation_of(self.target), self.args, tuple(self.kwargs.items()), self.output_index
+
     @property
     def is_part(self) -> bool:
         """Whether the view may show less than the whole; otherwise it only moves dimensions."""
         return self.target in _SCATTERS or self.target in _MULTIPLE or self.target is aten.detach.default
 
 
-@dataclass(frozen=True, eq=False)
-class TakePart:
+# A view operation, the arguments after the tensor, the named ones, and which of its outputs is meant.
+Step = tuple[Operation, tuple[Any, ...], tuple[tuple[str, Any], ...], int]
+
+
+@operation_maker
+def take_part(*steps: Step) -> Operation:
     """The part of a storage that an operation is about to overwrite, and the storage as the rest.
 
     With both as outputs of one node, the cotangent of the storage is the rest's with the part's put in its place, as in
     eager, and not the sum of two that are zero where the other is not: -0.0 + 0.0 is 0.0.
     """
+    return Operation(
+        f"take_part[{', '.join(step[0].name for step in steps)}]",
+        lambda storage: (_part_of(steps, storage), storage),
+        returns_tuple=True,
+        shares=0,
+        is_view=True,
+        costs_nothing=True,
+        gradient=partial(_ct_of_storage, steps),
+    )
 
-    steps: tuple[ViewStep, ...]
-    returns_tuple = True
 
-    def __call__(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._part_of(storage), storage
+def _ct_of_storage(steps: tuple[Step, ...], args: Any, ct_part: Tensor | None, ct_rest: Tensor | None) -> tuple[Any]:
+    if ct_part is None:
+        return (ct_rest,)
+    kind = args[0].tensor_type
+    whole = aten.new_empty_strided.default(ct_part, kind.shape, kind.strides)
+    if ct_rest is None:
+        whole.zero_()
+    else:
+        whole.copy_(ct_rest)
+    _part_of(steps, whole).copy_(ct_part)
+    return (whole,)
 
-    def gradient(self, args: Any, ct_part: torch.Tensor | None, ct_rest: torch.Tensor | None) -> tuple[Any]:
-        """The cotangent of the storage."""
-        if ct_part is None:
-            return (ct_rest,)
-        kind = args[0].tensor_type
-        whole = aten.new_empty_strided.default(ct_part, kind.shape, kind.strides)
-        if ct_rest is None:
-            whole.zero_()
-        else:
-            whole.copy_(ct_rest)
-        self._part_of(whole).copy_(ct_part)
-        return (whole,)
 
-    def _part_of(self, storage: torch.Tensor) -> torch.Tensor:
-        for step in self.steps:
-            found = step.target(storage, *step.args, **step.kwargs)
-            storage = found[step.output_index] if isinstance(found, tuple | list) else found
-        return storage
-
-    def __str__(self) -> str:
-        return f"take_part[{', '.join(operation_name(step.target) for step in self.steps)}]"
+def _part_of(steps: tuple[Step, ...], storage: Tensor) -> Tensor:
+    for view, args, kwargs, output_index in steps:
+        found = view(storage, *args, **dict(kwargs))
+        storage = found[output_index] if isinstance(found, tuple | list) else found
+    return storage
 
 
 def write_through(
@@ -114,7 +127,7 @@ def _invert(recorder: Recorder, step: ViewStep, whole: Pair, part: Pair) -> Pair
         return _reshape(recorder, part, tuple(whole[1].shape))
     if whole[1].dtype == part[1].dtype:
         return _scatter_by_strides(recorder, step, whole, part)
-    return recorder.refuse(f"writing through the view {operation_name(target)}", "write to a tensor of its own")
+    return recorder.refuse(f"writing through the view {operation_of(target)}", "write to a tensor of its own")
 
 
 def _scatter_by_strides(recorder: Recorder, step: ViewStep, whole: Pair, part: Pair) -> Pair:

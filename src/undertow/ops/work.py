@@ -19,16 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from undertow.ir import Node, TensorType, Value, map_values
-from undertow.ops.onednn import OnReordered
-from undertow.ops.opaque import ThroughAutograd
-from undertow.ops.own import Mutating, OwnOperation, Replayed, is_view
-from undertow.ops.schema import flatten_outputs, functional_of, schema_of
+from undertow.ir import Node, Operation, TensorType, Value, map_values
+from undertow.ir.pytorch import operation_of
+from undertow.ir.schema import flatten_outputs, functional_of
 
 aten = torch.ops.aten
 
@@ -80,50 +78,45 @@ def total_work(nodes: Iterable[Node]) -> Work:
 
 def work_of(node: Node) -> Work:
     """The cost of one node."""
-    if isinstance(node.target, ThroughAutograd):
-        work = _work_through_autograd(node, node.target)
+    if node.operation.derivative_of is not None:
+        work = _work_through_autograd(node)
         if work is not None:
             return work
-    tensors = {value: _without_data(value) for value in (*node.inputs, *node.kept_outputs)}
+    tensors = {value: _without_data(value) for value in (*node.inputs, *node.named_outputs)}
     args = map_values(node.args, tensors.__getitem__)
     kwargs = {name: map_values(item, tensors.__getitem__) for name, item in node.kwargs.items()}
     outputs = tuple(None if value is None else tensors[value] for value in node.outputs)
-    return _work_of_call(node.target, args, kwargs, outputs)
+    return _work_of_call(node.operation, args, kwargs, outputs)
 
 
-def _work_of_call(target: Any, args: Any, kwargs: dict[str, Any], outputs: tuple[Any, ...]) -> Work:
-    name = _functional_name(target)
-    if is_view(target) or "empty" in name:
+def _work_of_call(operation: Operation, args: Any, kwargs: dict[str, Any], outputs: tuple[Any, ...]) -> Work:
+    operation = operation.functional_of or operation
+    if operation.is_view or operation.is_empty:
         return Work()
-    read = [] if name.endswith("_like") or name.startswith("new_") else _tensors((args, tuple(kwargs.values())))
+    read = _tensors((args, tuple(kwargs.values()))) if operation.reads_elements else []
     written = _tensors(outputs)
-    limit = sum(map(_num_bytes, written)) if name in _GATHERS else None
+    limit = sum(map(_num_bytes, written)) if operation.is_gather else None
     moved = sum(_num_bytes(tensor) if limit is None else min(_num_bytes(tensor), limit) for tensor in read)
     moved += sum(map(_num_bytes, written))
-    flops = _count_flops(target, args, kwargs, outputs)
+    flops = _count_flops(operation, args, kwargs, outputs)
     if flops is not None:
         return Work(flops=flops, moved_bytes=moved)
-    counted = written if name in _GATHERS else [*read, *written]
+    counted = written if operation.is_gather else [*read, *written]
     return Work(element_operations=max((tensor.numel() for tensor in counted), default=0), moved_bytes=moved)
 
 
-# These read of their table no more than what they return.
-_GATHERS = {"embedding", "index", "index_select", "gather", "take"}
-
-
-def _count_flops(target: Any, args: Any, kwargs: dict[str, Any], outputs: tuple[Any, ...]) -> int | None:
+def _count_flops(operation: Operation, args: Any, kwargs: dict[str, Any], outputs: tuple[Any, ...]) -> int | None:
     """By the formula of the operation; None if there is none."""
-    if isinstance(target, Replayed):
-        return _count_flops(target.target, args[1:], kwargs, outputs)
-    if isinstance(target, OwnOperation | OnReordered):
-        return None if target.flops is None else target.flops(*args, **kwargs)
-    if isinstance(target, Mutating):
-        target = target.target
-    if not isinstance(target, OpOverload):
+    if operation.repeats is not None:
+        return _count_flops(operation.repeats.functional_of or operation.repeats, args[1:], kwargs, outputs)
+    if operation.flops is not None:
+        return operation.flops(*args, **kwargs)
+    overload = operation.overload
+    if overload is None:
         return None
-    if schema_of(target).is_inplace:
-        target = functional_of(target) or target
-    packet = target.overloadpacket
+    if operation.writes_over:
+        overload = functional_of(overload) or overload
+    packet = overload.overloadpacket
     if packet in _FORMULAS:
         return _FORMULAS[packet](*args)
     formula = flop_registry.get(_SAME_AS.get(packet, packet))
@@ -165,13 +158,13 @@ _SAME_AS = {
 }
 
 
-def _work_through_autograd(node: Node, target: ThroughAutograd) -> Work | None:
+def _work_through_autograd(node: Node) -> Work | None:
     """Counted by taking the derivative on tensors without data, the operation's second run included."""
     # Without the generator state, which has no place among tensors without data.
     args = (*node.args[:-1], None)
     with _disable_current_modes(), FakeTensorMode(), _Counter() as counter:
         try:
-            target(*map_values(args, _fake))
+            node.operation(*map_values(args, _fake))
         except Exception:  # the operation needs real tensors
             return None
     return counter.work
@@ -186,7 +179,7 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.work += _work_of_call(func, args, kwargs or {}, tuple(flatten_outputs(result)))
+        self.work += _work_of_call(operation_of(func), args, kwargs or {}, tuple(flatten_outputs(result)))
         return result
 
 
@@ -222,12 +215,3 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     """What an operation touches of a tensor: neither gaps between strides, nor an expanded element twice."""
     span = TensorType.of(tensor).num_bytes
     return min(span, tensor.numel() * tensor.element_size())
-
-
-def _functional_name(target: Any) -> str:
-    """`relu` for `aten.relu_.default`."""
-    if isinstance(target, Mutating):
-        target = target.target
-    if not isinstance(target, OpOverload):
-        return str(target)
-    return target.overloadpacket.__name__.rstrip("_")

@@ -14,23 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch._ops import OpOverload
-
 from undertow.ir import Node, Program, Value
 from undertow.ir.cost import Cost
+from undertow.ir.operation import REVERSIBLE
 from undertow.ops.alternatives import Alternative, Role
-from undertow.ops.lifetimes import find_lifetimes, is_dense, shared_argument
-from undertow.ops.own import (
-    GENERATOR_STATE,
-    GENERATOR_STATE_BYTES,
-    Mutating,
-    OwnOperation,
-    has_effect,
-    is_random,
-    overwrites,
-)
-from undertow.ops.reuse import inplace_target
-from undertow.ops.updates import UPDATES, DeliverGradient, StepAfterwards
+from undertow.ops.lifetimes import find_lifetimes, is_dense
+from undertow.ops.own import GENERATOR_STATE_BYTES
+from undertow.ops.reuse import in_place_operation
 from undertow.planner.instance import Instance, make_instance
 
 BOUNDARY = -1  # between the passes: the user's code takes the outputs and brings the cotangents
@@ -72,45 +62,35 @@ class _Builder:
         self.inputs = {item.value for item in program.inputs}
         self.overwritten = _overwritten_inputs(program)
         self.delivered = {
-            self.lifetimes.root[node.args[0]] for node in program.nodes if isinstance(node.target, DeliverGradient)
+            self.lifetimes.root[node.args[node.operation.hands_over]]
+            for node in program.nodes
+            if node.operation.hands_over is not None
         }
-        self.updated: list[int] = []  # one token per update: all of them have to run
+        self.last_of_chain: dict[str, int] = {}  # the token of the last node so far
         self.index: dict[Value | str, int] = {}
         self.sizes: list[int] = []
         self.kinds: list[Kind] = []
         self.rows: list[tuple[list[int], list[int], list[int], Cost, bool, tuple[int, int]]] = []
 
     def build(self, alternatives: Sequence[Alternative], fixed_bytes: int) -> Problem:
-        self.second_runs = {item.position for item in alternatives if item.role is Role.SECOND_RUN}
-        made_otherwise = {self.lifetimes.root.get(value) for item in alternatives for value in item.node.kept_outputs}
+        self.never_repeated = {item.position for item in alternatives if item.is_instead}
+        made_otherwise = {self.lifetimes.root.get(value) for item in alternatives for value in item.node.named_outputs}
         self.handed_over = self.delivered & self._read_once() & made_otherwise
         self.made_once = self.delivered - self.handed_over
         initial = [self._value(value, 0) for value in self.overwritten]
         order: list[int] = []
-        last_effect: int | None = None
         for position, node in enumerate(self.program.nodes):
-            if position == self.program.num_forward_nodes and self.program.cotangents:
-                order.append(self._add_boundary(last_effect))
-            if shared_argument(node.target, node.inputs) is not None:
-                continue
-            # A state that the Program itself records is that of its moment: between the same draws, and once.
-            is_bound = has_effect(node.target) or node.target is GENERATOR_STATE
-            token = self._value(f"effect {position}", 0) if is_bound else None
-            order.append(self._add_node(position, node, token, last_effect))
-            # Draws and guards keep their order; an update comes after them and is bound by nothing else.
-            if token is not None and isinstance(node.target, UPDATES):
-                self.updated.append(token)
-            elif token is not None:
-                last_effect = token
-        if self.program.cotangents and not self.program.backward_nodes:
-            order.append(self._add_boundary(last_effect))
+            if position == self.program.boundary and self.program.cotangents:
+                order.append(self._add_boundary())
+            if node.shared_input is None:
+                order.append(self._add_node(position, node))
+        if self.program.cotangents and not self.program.second_pass:
+            order.append(self._add_boundary())
         for alternative in alternatives:
-            if not self._is_bound(alternative.node.kept_outputs):
+            if not self._is_bound(alternative.node.named_outputs):
                 self._add_alternative(alternative)
-        ends = [*self.program.outputs, *(update.value for update in self.program.updates)]
-        ends += [gradient.value for gradient in self.program.gradients if gradient.value is not None]
-        targets = {self._at_the_end(value) for value in ends} - {None}
-        targets.update(self.updated if last_effect is None else [*self.updated, last_effect])
+        targets = {self._at_the_end(value) for value in self.program.ends} - {None}
+        targets.update(self.last_of_chain.values())
         reads, writes, destroys, costs, repeats, reuse = zip(*self.rows, strict=True)
         instance = make_instance(
             self.sizes,
@@ -126,7 +106,7 @@ class _Builder:
             targets=sorted(target for target in targets if target is not None),
             fixed_bytes=fixed_bytes,
         )
-        has_draws = any(is_random(node.target) for node in self.program.nodes)
+        has_draws = any(node.operation.is_random for node in self.program.nodes)
         overcounted_bytes = GENERATOR_STATE_BYTES if has_draws else 0
         return Problem(self.program, instance, tuple(self.kinds), tuple(map(str, self.index)), overcounted_bytes)
 
@@ -147,33 +127,41 @@ class _Builder:
         found = (self._storage(value) for value in values)
         return list(dict.fromkeys(item for item in found if item is not None))
 
-    def _add_node(self, position: int, node: Node, token: int | None, last_effect: int | None) -> int:
-        reads, writes = self._storages(self.lifetimes.read_by(node)), self._storages(node.kept_outputs)
-        if token is not None:
+    def _add_node(self, position: int, node: Node) -> int:
+        operation = node.operation
+        reads, writes = self._storages(self.lifetimes.read_by(node)), self._storages(node.named_outputs)
+        chains = operation.chains(node)
+        if chains:
+            before = self._before(chains)
+            token = self._value(f"effect {position}", 0)
             writes.append(token)
-            reads += [last_effect] if last_effect is not None else []
-        if is_random(node.target):
+            reads += [item for item in before if item not in reads]
+            self.last_of_chain.update(dict.fromkeys(chains, token))
+        if operation.is_random:
             writes.append(self._value(f"state {position}", GENERATOR_STATE_BYTES))
-        if isinstance(node.target, StepAfterwards):
-            reads += self.updated  # gradients must have been delivered
-        destroys = [self.index[value] for value in overwrites(node) if value in self.index]
+        destroys = [self.index[value] for value in operation.writes(node) if value in self.index]
         reuse = self._reuse(node)
-        if isinstance(node.target, DeliverGradient) and (root := self.lifetimes.root[node.args[0]]) in self.handed_over:
+        given = None if operation.hands_over is None else node.args[operation.hands_over]
+        if given is not None and (root := self.lifetimes.root[given]) in self.handed_over:
             # The parameter has it from now on: its memory is held to the end, whatever is made again.
-            destroys, kept = reads[:1], self._value(f"delivered {root.name}", root.type.allocated_bytes)
+            source, kept = self.index[root], self._value(f"delivered {root.name}", root.type.allocated_bytes)
+            destroys, reuse = [source], (source, kept)
             writes.append(kept)
-            reuse = (reads[0], kept)
-        can_repeat = token is None and not destroys and isinstance(node.target, OpOverload | Mutating | OwnOperation)
-        can_repeat = can_repeat and not self._is_bound(node.kept_outputs)
-        # What writes state besides has a second run that does not: repeating it as it is would only cost more.
-        can_repeat = can_repeat and not (isinstance(node.target, Mutating) and position in self.second_runs)
-        row = (reads, writes, destroys, self.cost_of(node), can_repeat, reuse)
-        return self._add(Kind(position), row)
+        can_repeat = not chains and not destroys and operation.can_repeat and position not in self.never_repeated
+        can_repeat = can_repeat and not self._is_bound(node.named_outputs)
+        return self._add(Kind(position), (reads, writes, destroys, self.cost_of(node), can_repeat, reuse))
 
-    def _add_boundary(self, last_effect: int | None) -> int:
+    def _before(self, chains: tuple[str, ...]) -> list[int]:
+        """The tokens of what must have run: the last of each chain, and draws and guards before all that cannot be
+        undone.
+        """
+        last = (self.last_of_chain.get(chain) for chain in (*chains, REVERSIBLE))
+        return list(dict.fromkeys(token for token in last if token is not None))
+
+    def _add_boundary(self) -> int:
         program = self.program
         reads = self._storages([*program.outputs, *(update.value for update in program.updates)])
-        reads += [last_effect] if last_effect is not None and last_effect not in reads else []
+        reads += [token for token in self.last_of_chain.values() if token not in reads]
         destroys = [self.index[update.input] for update in program.updates]
         reads += [item for item in destroys if item not in reads]
         writes = self._storages([item.value for item in program.cotangents])
@@ -188,7 +176,7 @@ class _Builder:
         """Storages with one reader, views aside."""
         count: Counter[Value] = Counter()
         for node in self.program.nodes:
-            if shared_argument(node.target, node.inputs) is None:
+            if node.shared_input is None:
                 count.update({self.lifetimes.root[value] for value in self.lifetimes.read_by(node)})
         count.update(self.lifetimes.root[value] for value in self.program.outputs)
         return {root for root, number in count.items() if number == 1}
@@ -211,7 +199,7 @@ class _Builder:
                 reads.append(self._value(value, value.type.num_bytes))
             else:
                 reads += self._storages([value])
-        for value in alternative.node.kept_outputs:
+        for value in alternative.node.named_outputs:
             if value is alternative.code:
                 writes.append(self._value(value, value.type.num_bytes))
             else:
@@ -220,14 +208,14 @@ class _Builder:
 
     def _reuse(self, node: Node) -> tuple[int, int]:
         """The storages of argument and result of an operation that can write over its argument when that dies."""
-        if inplace_target(node) is None:
+        if in_place_operation(node) is None:
             return (-1, -1)
         root = self.lifetimes.root[node.args[0]]
         if root not in self.lifetimes.owned or not is_dense(root):
             return (-1, -1)
         if sum(self.lifetimes.root[value] is root for value in node.inputs) > 1:
             return (-1, -1)
-        source, result = self._storage(node.args[0]), self._storage(node.kept_outputs[0])
+        source, result = self._storage(node.args[0]), self._storage(node.named_outputs[0])
         return (-1, -1) if source is None or result is None else (source, result)
 
     def _add(self, kind: Kind, row: tuple[list[int], list[int], list[int], Cost, bool, tuple[int, int]]) -> int:
@@ -238,7 +226,7 @@ class _Builder:
 
 def _overwritten_inputs(program: Program) -> list[Value]:
     """Inputs that take another value before the step ends; where both passes are one function, updates come last."""
-    found = [value for node in program.nodes for value in overwrites(node)]
+    found = [value for node in program.nodes for value in node.operation.writes(node)]
     if program.cotangents:
         found += [update.input for update in program.updates]
     return list(dict.fromkeys(found))

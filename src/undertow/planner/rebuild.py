@@ -10,25 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from undertow.ir import Node, Program, Value, map_values
+from undertow.ir import Node, Program, Task, Value
 from undertow.ir.program import Gradient, Update
+from undertow.ops.alternatives import Role
 from undertow.ops.interpret import generator_of
-from undertow.ops.lifetimes import shared_argument
 from undertow.ops.own import GENERATOR_STATE
-from undertow.ops.updates import DeliverGradient
 from undertow.planner.problem import BOUNDARY, Kind, Problem
+
+_TASKS = {Role.ENCODE: Task.ENCODE, Role.DECODE: Task.DECODE, Role.READ: Task.READ_CODE}
 
 
 @dataclass(frozen=True, eq=False)
 class Rebuilt:
-    """`repeats` maps each new value to the one it repeats; `bases` gives for each node the original's position.
-
-    A node without an original (an encoded value, a recorded state) has position -1.
-    """
+    """`repeats` maps each new value to the one it repeats; `bases` gives for each node those whose work it does."""
 
     program: Program
     repeats: dict[Value, Value]
-    bases: tuple[int, ...]
+    bases: tuple[tuple[int, ...], ...]
 
 
 def rebuild(problem: Problem, schedule: Sequence[int]) -> Rebuilt:
@@ -42,8 +40,8 @@ class _Rebuilder:
         self.makers = {
             value: (position, node)
             for position, node in enumerate(self.base.nodes)
-            for value in node.kept_outputs
-            if shared_argument(node.target, node.inputs) is not None
+            for value in node.named_outputs
+            if node.shared_input is not None
         }
         self.current: dict[Value, Value] = {}
         self.views: dict[int, tuple[tuple[Value, ...], tuple[Value | None, ...]]] = {}
@@ -51,7 +49,7 @@ class _Rebuilder:
         self.repeats: dict[Value, Value] = {}
         self.delivered: dict[Value, Value] = {}  # what a parameter was given, whatever is made again later
         self.nodes: list[Node] = []
-        self.bases: list[int] = []
+        self.bases: list[tuple[int, ...]] = []
 
     def run(self, kinds: Sequence[Kind]) -> Rebuilt:
         replayed = {
@@ -61,19 +59,21 @@ class _Rebuilder:
         }
         outputs: tuple[Value, ...] = ()
         updates: tuple[Update, ...] = ()
-        num_forward = 0
+        boundary = 0
         for kind in kinds:
             if kind.node == BOUNDARY:
                 outputs, updates = self._outputs(), self._updates()
-                num_forward = len(self.nodes)
+                boundary = len(self.nodes)
             elif kind.alternative is not None:
-                self._emit(kind.alternative.node, kind.node)
+                covered = (self.base.positions[node] for node in kind.alternative.covers)
+                self._emit(kind.alternative.node, (kind.node, *covered), _TASKS.get(kind.alternative.role))
             else:
                 node = self.base.nodes[kind.node]
                 state = replayed.get(kind.node)
                 if state is not None:
-                    self._emit(Node(GENERATOR_STATE, (generator_of(node),), {}, (state,), node.origin), -1)
-                self._emit(node, kind.node)
+                    record = Node(GENERATOR_STATE, (generator_of(node),), {}, (state,), node.origin, node.phase)
+                    self._emit(record, (), Task.RECORD_STATE)
+                self._emit(node, (kind.node,))
         gradients = tuple(
             Gradient(
                 item.input, None if item.value is None else self.delivered.get(item.value) or self._resolve(item.value)
@@ -81,14 +81,14 @@ class _Rebuilder:
             for item in self.base.gradients
         )
         if not self.base.cotangents:
-            outputs, updates, num_forward = self._outputs(), self._updates(), len(self.nodes)
+            outputs, updates, boundary = self._outputs(), self._updates(), len(self.nodes)
         program = replace(
             self.base,
             nodes=tuple(self.nodes),
             outputs=outputs,
             updates=updates,
             gradients=gradients,
-            num_forward_nodes=num_forward,
+            boundary=boundary,
         )
         return Rebuilt(program, self.repeats, tuple(self.bases))
 
@@ -106,28 +106,32 @@ class _Rebuilder:
         inputs = tuple(self._resolve(item) for item in node.inputs)
         known = self.views.get(position)
         if known is None or known[0] != inputs:
-            outputs = self._append(node, position, inputs)
+            outputs = self._append(node, (position,), inputs)
             self.views[position] = known = (inputs, outputs)
         found = known[1][node.outputs.index(value)]
         assert found is not None
         return found
 
-    def _emit(self, node: Node, position: int) -> None:
+    def _emit(self, node: Node, bases: tuple[int, ...], task: Task | None = None) -> None:
         inputs = tuple(self._resolve(value) for value in node.inputs)
-        if isinstance(node.target, DeliverGradient):
-            self.delivered[node.args[0]] = inputs[0]
-        outputs = self._append(node, position, inputs)
+        if node.operation.hands_over is not None:
+            given = node.args[node.operation.hands_over]
+            self.delivered[given] = inputs[node.inputs.index(given)]
+        outputs = self._append(node, bases, inputs, task)
         for value, version in zip(node.outputs, outputs, strict=True):
             if value is not None and version is not None:
                 self.current[value] = version
 
-    def _append(self, node: Node, position: int, inputs: tuple[Value, ...]) -> tuple[Value | None, ...]:
+    def _append(
+        self, node: Node, bases: tuple[int, ...], inputs: tuple[Value, ...], task: Task | None = None
+    ) -> tuple[Value | None, ...]:
+        """Without a task of its own, a node runs for the first time or makes something again."""
         resolved = dict(zip(node.inputs, inputs, strict=True))
+        is_again = any(value in self.num_versions for value in node.named_outputs)
         outputs = tuple(None if value is None else self._version(value) for value in node.outputs)
-        args = map_values(node.args, resolved.__getitem__)
-        kwargs = {name: map_values(item, resolved.__getitem__) for name, item in node.kwargs.items()}
-        self.nodes.append(replace(node, args=args, kwargs=kwargs, outputs=outputs))
-        self.bases.append(position)
+        task = task or (Task.AGAIN if is_again else node.task)
+        self.nodes.append(replace(node.with_values(resolved.__getitem__), outputs=outputs, task=task))
+        self.bases.append(bases)
         return outputs
 
     def _version(self, value: Value) -> Value:

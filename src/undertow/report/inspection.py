@@ -15,11 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from undertow.ir import Input, InputKind, Node, Plan, Program, TensorType, Value, operation_name
+from undertow.ir import Input, InputKind, Node, OpaqueType, Plan, Program, TensorType, Value
 from undertow.ir.plan import ARENA_GAPS
-from undertow.ops.lifetimes import Lifetimes, find_lifetimes, shared_argument
-from undertow.ops.opaque import CustomFunction, ThroughAutograd
-from undertow.ops.own import is_view
+from undertow.ops.lifetimes import Lifetimes, find_lifetimes
 from undertow.ops.work import Work, total_work
 from undertow.report.optimizer_state import OptimizerState
 
@@ -207,15 +205,15 @@ def inspect_plans(
     """
     step = step_plan.program
     lifetimes = find_lifetimes(step)
-    makers = {value: node for node in step.nodes for value in node.kept_outputs}
+    makers = {value: node for node in step.nodes for value in node.named_outputs}
     kept = _find_kept(step, lifetimes, makers)
-    reread = {lifetimes.root[value] for node in step.backward_nodes for value in node.inputs}
+    reread = {lifetimes.root[value] for node in step.second_pass for value in node.inputs}
     differentiated = {gradient.input for gradient in step.gradients if gradient.value is not None}
     optimizer_bytes = optimizer.num_bytes or 0 if optimizer is not None else 0
     return Inspection(
         layers=tuple(_make_layers(step, kept, makers, kinds, unused)),
         inference=_memory_at_peak(forward_plan, unused, optimizer_bytes=0),
-        training=_memory_at_peak(step_plan, unused, optimizer_bytes) if step.backward_nodes else None,
+        training=_memory_at_peak(step_plan, unused, optimizer_bytes) if step.second_pass else None,
         gradient_bytes=_bytes_of_kind(step, InputKind.PARAMETER, differentiated),
         reread_parameter_bytes=_bytes_of_kind(step, InputKind.PARAMETER, reread),
         reread_batch_bytes=_bytes_of_kind(step, InputKind.ARGUMENT, reread),
@@ -235,12 +233,12 @@ def _make_layers(
     stored = [item for item in (*program.inputs, *unused) if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
     owners = {item.value: _owner(item) for item in stored}
     order: dict[str, None] = {}
-    for node in program.forward_nodes:
+    for node in program.first_pass:
         for value in node.inputs:
             if value in owners:
                 order[owners[value]] = None
         order[node.origin.module_path] = None
-    order |= dict.fromkeys((*owners.values(), *(node.origin.module_path for node in program.backward_nodes)))
+    order |= dict.fromkeys((*owners.values(), *(node.origin.module_path for node in program.second_pass)))
     outputs = _output_bytes(program, makers)
     for path in order:
         mine = [item for item in stored if owners[item.value] == path]
@@ -251,18 +249,18 @@ def _make_layers(
             buffers=tuple(_to_stored(item) for item in mine if item.kind is InputKind.BUFFER),
             output_bytes=outputs.get(path, 0),
             kept=tuple(kept.get(path, ())),
-            forward=total_work(node for node in program.forward_nodes if node.origin.module_path == path),
-            backward=total_work(node for node in program.backward_nodes if node.origin.module_path == path),
+            forward=total_work(node for node in program.first_pass if node.origin.module_path == path),
+            backward=total_work(node for node in program.second_pass if node.origin.module_path == path),
         )
 
 
 def _find_kept(program: Program, lifetimes: Lifetimes, makers: dict[Value, Node]) -> dict[str, list[Kept]]:
     """What the backward pass reads of the forward pass, each memory once, under the layer that last wrote it."""
-    names = {value.name: node for node in program.forward_nodes for value in node.kept_outputs}
+    names = {value.name: node for node in program.first_pass for value in node.named_outputs}
     readers: dict[Value, dict[Site, None]] = {}
     contents: dict[Value, Value] = {}
-    forward = set(program.forward_nodes)
-    for node in program.backward_nodes:
+    forward = set(program.first_pass)
+    for node in program.second_pass:
         asker = names.get(node.origin.derived_from, node)
         for value in node.inputs:
             root = lifetimes.root[value]
@@ -280,8 +278,8 @@ def _find_kept(program: Program, lifetimes: Lifetimes, makers: dict[Value, Node]
 
 def _written(value: Value, makers: dict[Value, Node]) -> Value:
     """The value whose operation wrote what `value` looks at."""
-    while is_view(makers[value].target):
-        source = shared_argument(makers[value].target, makers[value].inputs)
+    while makers[value].operation.is_view:
+        source = makers[value].shared_input
         if source is None or source not in makers:
             break
         value = source
@@ -292,7 +290,7 @@ def _output_bytes(program: Program, makers: dict[Value, Node]) -> dict[str, int]
     """What leaves each layer: read by the forward pass of another, or returned to the user. Of a view and what it
     looks at, one counts if both leave."""
     leaving: dict[Value, None] = {}
-    for node in program.forward_nodes:
+    for node in program.first_pass:
         for value in node.inputs:
             if value in makers and makers[value].origin.module_path != node.origin.module_path:
                 leaving[value] = None
@@ -300,7 +298,7 @@ def _output_bytes(program: Program, makers: dict[Value, Node]) -> dict[str, int]
     found: dict[str, int] = {}
     for value in leaving:
         node = makers[value]
-        source = shared_argument(node.target, node.inputs)
+        source = node.shared_input
         is_double = source in leaving and makers[source].origin.module_path == node.origin.module_path
         if isinstance(value.type, TensorType) and not is_double:
             size = value.type.num_elements * value.type.dtype.itemsize
@@ -347,9 +345,9 @@ def _find_without_rule(program: Program) -> tuple[Site, ...]:
     """The operations whose derivative PyTorch takes at run time."""
     found: dict[Site, None] = {}
     for node in program.nodes:
-        if isinstance(node.target, ThroughAutograd):
-            found[Site(_short_name(operation_name(node.target.target)), *_place(node))] = None
-        elif isinstance(node.target, CustomFunction) and any(node.target.requires_grad):
+        if node.operation.derivative_of is not None:
+            found[Site(_short_name(node.operation.derivative_of.name), *_place(node))] = None
+        elif node.operation.runs_user_code and any(isinstance(value.type, OpaqueType) for value in node.named_outputs):
             found[_site(node)] = None
     return tuple(found)
 

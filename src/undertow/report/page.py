@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from undertow.ir import Plan, TensorType, format_bytes
+from undertow.ir import Phase, Plan, TensorType, format_bytes
 from undertow.report.columns import format_us
 from undertow.report.decisions import Decisions
 from undertow.report.page_bands import Band, Picture, make_picture
@@ -215,7 +215,7 @@ def _without_rule(plan: Plan) -> list[str]:
 
 
 def _environment(plan: Plan) -> list[tuple[str, str]]:
-    types = (value.type for node in plan.nodes for value in node.kept_outputs)
+    types = (value.type for node in plan.nodes for value in node.named_outputs)
     devices = dict.fromkeys(str(kind.device) for kind in types if isinstance(kind, TensorType))
     return [
         ("PyTorch", torch.__version__),
@@ -224,5 +224,5 @@ def _environment(plan: Plan) -> list[tuple[str, str]]:
         ("machine", f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads"),
         ("costs", "measured on the device" if plan.has_measured_costs else "from a model; nothing was measured"),
         ("search", plan.outcome.value),
-        ("operations", f"{len(plan.nodes)}, of them {len(plan.program.forward_nodes)} in the forward pass"),
+        ("operations", f"{len(plan.nodes)}, of them {plan.program.count(Phase.FORWARD)} of the forward pass"),
     ]

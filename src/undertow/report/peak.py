@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from undertow.ir import Task
 from undertow.report.inspection import Site
-from undertow.report.timeline import INPUT_ROLES, Life, Role, Task, Timeline, describe, site_of
+from undertow.report.timeline import INPUT_ROLES, Life, Role, Timeline, describe, site_of
 
 NUM_LARGEST = 12
 WORKSPACE = "workspace"
@@ -115,7 +116,7 @@ def _why(timeline: Timeline, life: Life, role: Role) -> str:
         if timeline.is_source(life):
             return f"kept: {names} runs again from it, last at operation {last_reader}"
         return f"kept: the derivative of {names} reads it, last at operation {last_reader}"
-    if role is Role.CODE and timeline.tasks[life.writers[0]] is Task.RECORD_STATE:
+    if role is Role.CODE and timeline.nodes[life.writers[0]].task is Task.RECORD_STATE:
         return f"the generator's state, under which {reader} runs again at operation {last_reader}"
     if role is Role.CODE:
         return f"held in place of something larger until {reader} reads it at operation {last_reader}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from undertow.errors import CallError
-from undertow.ir import Plan, format_bytes
+from undertow.ir import Phase, Plan, format_bytes
 from undertow.report.columns import MAX_COLUMNS, align, bar, cut, cut_middle, format_us, size_or_dash, wrap
 from undertow.report.decisions import Decisions, LayerDecisions, is_within
 from undertow.report.peak import Holding, Peak
@@ -92,7 +92,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "gap": plan.gap if plan.lower_bound_ns else None,
         "outcome": plan.outcome.name.lower(),
         "has_measured_costs": plan.has_measured_costs,
-        "num_forward_nodes": len(plan.program.forward_nodes),
+        "num_forward_nodes": plan.program.count(Phase.FORWARD),
         "num_nodes": len(plan.nodes),
         "held": dict(plan.held),
         "peak": decisions.peak.to_dict(),

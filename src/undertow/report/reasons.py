@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from undertow.ir import Plan, Value, format_bytes
+from undertow.ir import Plan, Task, Value, format_bytes
 from undertow.report.columns import format_us
 from undertow.report.decisions import Decisions, Encoded, Kept, LayerDecisions, Reason, Recomputed, WrittenOver
 from undertow.report.inspection import Site
 from undertow.report.peak import find_peak, list_names
-from undertow.report.timeline import Life, Role, Task, Timeline, describe, is_written_over, site_of
+from undertow.report.timeline import Life, Role, Timeline, describe, is_written_over, site_of
 
 
 def find_decisions(plan: Plan) -> Decisions:
@@ -61,8 +61,8 @@ class _Finder:
         self.live = np.array(self.plan.live_bytes, np.int64)
         self.versions: dict[Value, list[tuple[int, Life]]] = {}  # of a value, where and into which storage it was made
         for position, node in enumerate(timeline.nodes):
-            if timeline.tasks[position] is not Task.VIEW:
-                for value in node.kept_outputs:
+            if not node.operation.is_view:
+                for value in node.named_outputs:
                     made = (position, timeline.life_of(value))
                     self.versions.setdefault(timeline.original(value), []).append(made)
         self.groups = self._find_groups()
@@ -152,7 +152,7 @@ class _Finder:
             value = node.inputs[0]
             original = timeline.life_of(value)
             absence = self._absence_of_code(life)
-            decodes = [position for position in life.readers if timeline.tasks[position] is Task.DECODE]
+            decodes = [position for position in life.readers if timeline.nodes[position].task is Task.DECODE]
             extra_us = sum(map(timeline.duration_us, [encode, *decodes]))
             reason, why = self._reason(absence)
             maker = timeline.makers.get(value.name, node)
@@ -178,9 +178,9 @@ class _Finder:
     def written_over(self) -> Iterator[WrittenOver]:
         """Results that lie where an argument lay."""
         for position, node in enumerate(self.timeline.nodes):
-            if not is_written_over(node) or not node.kept_outputs:
+            if not is_written_over(node) or not node.named_outputs:
                 continue
-            value, over = node.kept_outputs[0], node.inputs[0]
+            value, over = node.named_outputs[0], node.inputs[0]
             size = format_bytes(value.type.num_bytes)
             yield WrittenOver(
                 value=value.name,
@@ -196,9 +196,9 @@ class _Finder:
         groups: list[_Group] = []
         group_of: dict[int, _Group] = {}
         for position, node in enumerate(self.timeline.nodes):
-            if self.timeline.tasks[position] is not Task.SECOND_RUN or not node.kept_outputs:
+            if node.task is not Task.AGAIN or node.operation.is_view:
                 continue
-            storages = list(dict.fromkeys(self.timeline.life_of(value).number for value in node.kept_outputs))
+            storages = list(dict.fromkeys(self.timeline.life_of(value).number for value in node.named_outputs))
             group = next((group_of[number] for number in storages if number in group_of), None)
             if group is None:
                 group = _Group()
@@ -228,7 +228,7 @@ class _Finder:
     def _is_read_by_others(self, life: Life, group: _Group) -> bool:
         """Whether something that does not run again itself reads the storage, or an encoding of it does."""
         rest = [position for position in life.readers if position not in group.positions]
-        return not rest or any(self.timeline.tasks[position] is not Task.SECOND_RUN for position in rest)
+        return not rest or any(self.timeline.nodes[position].task is not Task.AGAIN for position in rest)
 
     def _absence_of_code(self, life: Life) -> _Absence:
         original = self.timeline.life_of(self.timeline.nodes[life.writers[0]].inputs[0])
@@ -271,7 +271,7 @@ class _Finder:
         return Reason.NOT_FORCED, f"the budget alone does not force this, its {size} would fit"
 
     def _task_of(self, life: Life) -> Task | None:
-        return self.timeline.tasks[life.writers[0]] if life.writers else None
+        return self.timeline.nodes[life.writers[0]].task if life.writers else None
 
     def _askers(self, positions: Iterable[int]) -> tuple[Site, ...]:
         return tuple(dict.fromkeys(site_of(self.timeline.asker(position)) for position in positions))

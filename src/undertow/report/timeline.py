@@ -4,8 +4,6 @@ In: a Plan. Out: a Timeline. A storage (views folded) lives from the operation t
 is freed, as the Plan's tables say; the sum over storages, what is held throughout and the workspace is
 `Plan.live_bytes`. Positions count from 0 and are those of `plan.nodes`.
 
-An operation is known by what it makes: a value that the Program before planning does not have is a code, or a recorded
-generator state; one that is decoded is the value that was encoded; an operation whose original ran before runs again.
 A storage has one role for its whole life, even where an operation later writes something else over it.
 """
 
@@ -15,28 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-import torch
-
 from undertow.errors import PlanError
-from undertow.ir import InputKind, Node, Plan, Value
-from undertow.ops.lifetimes import shared_argument
-from undertow.ops.own import GENERATOR_STATE, is_view
-from undertow.ops.views import TakePart
+from undertow.ir import InputKind, Node, Plan, Task, Value
 from undertow.report.inspection import Site
-
-aten = torch.ops.aten
-
-
-class Task(Enum):
-    """What an operation is there for."""
-
-    FIRST_RUN = "first run"
-    SECOND_RUN = "second run"
-    VIEW = "view"
-    ENCODE = "encode"
-    DECODE = "decode"
-    READ_CODE = "read code"
-    RECORD_STATE = "record the generator's state"
 
 
 class Role(Enum):
@@ -91,12 +70,11 @@ class Timeline:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.nodes = plan.nodes
-        self.tasks = _find_tasks(plan)
-        self.boundary = _find_boundary(plan, self.tasks)
-        self.lives = _find_lives(plan, self.tasks, self.boundary)
+        self.boundary = plan.program.backward_start
+        self.lives = _find_lives(plan, self.boundary)
         self.makers: dict[str, Node] = {}
         for node in self.nodes:
-            for value in node.kept_outputs:
+            for value in node.named_outputs:
                 self.makers.setdefault(value.name, node)
         storage = plan.tables.storage
         self.inputs = {storage[item.value]: item for item in plan.program.inputs}
@@ -116,12 +94,12 @@ class Timeline:
     def content_before(self, life: Life, end: int) -> Value:
         """What lies in a storage when the operation at `end` begins."""
         written = [position for position in life.writers if position < end]
-        values = self.nodes[written[-1]].kept_outputs if written else ()
+        values = self.nodes[written[-1]].named_outputs if written else ()
         return next((value for value in values if self.life_of(value) is life), life.root)
 
     def is_source(self, life: Life) -> bool:
         """Whether the backward pass reads a storage only to run something again."""
-        return {self.tasks[position] for position in life.readers if position >= self.boundary} == {Task.SECOND_RUN}
+        return {self.nodes[position].task for position in life.readers if position >= self.boundary} == {Task.AGAIN}
 
     def asker(self, position: int) -> Node:
         """The operation of the forward pass whose derivative the operation at `position` computes, or that itself."""
@@ -146,12 +124,12 @@ class Timeline:
         return roles
 
     def _role(self, life: Life, is_gradient: bool, is_output: bool) -> Role:
-        task = self.tasks[life.writers[0]] if life.writers else Task.FIRST_RUN
+        task = self.nodes[life.writers[0]].task if life.writers else Task.FIRST
         if is_gradient:
             return Role.GRADIENT
         if task in (Task.ENCODE, Task.RECORD_STATE):
             return Role.CODE
-        if task in (Task.SECOND_RUN, Task.DECODE):
+        if task in (Task.AGAIN, Task.DECODE):
             return Role.RECOMPUTED
         if life.first < self.boundary and any(position >= self.boundary for position in life.readers):
             return Role.KEPT
@@ -160,8 +138,8 @@ class Timeline:
 
 def short_name(node: Node) -> str:
     """`add` for `add_.Tensor`: which overload and whether in place is of no interest to a reader."""
-    name, _, overload = node.name.partition(".")
-    return f"{name.rstrip('_')}{' replayed' if overload.endswith('replayed') else ''}"
+    name = node.name.partition(".")[0].rstrip("_")
+    return name if node.operation.repeats is None else f"{name} replayed"
 
 
 def site_of(node: Node) -> Site:
@@ -177,56 +155,10 @@ def describe(site: Site) -> str:
 
 def is_written_over(node: Node) -> bool:
     """Whether the operation writes its result over its first argument."""
-    return shared_argument(node.target, node.inputs) is not None and not _is_view(node)
+    return node.operation.writes_over
 
 
-def _is_view(node: Node) -> bool:
-    return bool(node.inputs) and (is_view(node.target) or isinstance(node.target, TakePart))
-
-
-def _find_tasks(plan: Plan) -> tuple[Task, ...]:
-    known = {item.value for item in (*plan.base.inputs, *plan.base.cotangents)}
-    known |= {value for node in plan.base.nodes for value in node.kept_outputs}
-    encoded: dict[Value, Value] = {}  # the code's value -> what it encodes
-    seen: set[int] = set()
-    tasks = []
-    for node, base in zip(plan.nodes, plan.bases, strict=True):
-        originals = [plan.repeats.get(value, value) for value in node.kept_outputs]
-        codes = [value for value in node.inputs if value in encoded]
-        if node.target is GENERATOR_STATE:
-            task = Task.RECORD_STATE
-        elif base >= 0 and originals and not any(value in known for value in originals):
-            task = Task.ENCODE
-            encoded |= {value: plan.repeats.get(node.inputs[0], node.inputs[0]) for value in node.kept_outputs}
-        elif codes:
-            is_decoded = any(encoded[code] in originals for code in codes)
-            task = Task.DECODE if is_decoded else Task.READ_CODE
-        elif _is_view(node):
-            task = Task.VIEW
-        else:
-            # The second part of an operation makes nothing again.
-            is_again = not node.kept_outputs or any(value in plan.repeats for value in node.kept_outputs)
-            task = Task.SECOND_RUN if base in seen and is_again else Task.FIRST_RUN
-            seen |= {base} - {-1}
-        tasks.append(task)
-    return tuple(tasks)
-
-
-def _find_boundary(plan: Plan, tasks: tuple[Task, ...]) -> int:
-    """The position of the first operation of the backward pass; a step that is one function does not say it itself."""
-    if plan.program.num_forward_nodes < len(plan.nodes):
-        return plan.program.num_forward_nodes
-    # Some of a derivative may be prepared early; the backward pass proper begins with that of the loss by itself.
-    for position, node in enumerate(plan.nodes):
-        if node.target is aten.ones_like.default and not node.origin.module_path and not node.origin.location:
-            return position
-    for position, (node, task) in enumerate(zip(plan.nodes, tasks, strict=True)):
-        if node.origin.derived_from and task in (Task.FIRST_RUN, Task.READ_CODE):
-            return position
-    return len(plan.nodes)
-
-
-def _find_lives(plan: Plan, tasks: tuple[Task, ...], boundary: int) -> tuple[Life, ...]:
+def _find_lives(plan: Plan, boundary: int) -> tuple[Life, ...]:
     storage, sizes = plan.tables.storage, plan.tables.storage_bytes
     end = len(plan.nodes)
     first, last = [-1] * len(sizes), [end - 1] * len(sizes)
@@ -239,10 +171,10 @@ def _find_lives(plan: Plan, tasks: tuple[Task, ...], boundary: int) -> tuple[Lif
     for item in plan.program.cotangents:
         first[storage[item.value]] = min(boundary, end - 1)
     for position, node in enumerate(plan.nodes):
-        is_view_only = tasks[position] is Task.VIEW
+        is_view_only = node.operation.is_view
         for value in () if is_view_only else node.inputs:
             readers[storage[value]].append(position)
-        for value in node.kept_outputs:
+        for value in node.named_outputs:
             number = storage[value]
             if roots[number] is None:
                 roots[number], first[number] = value, position

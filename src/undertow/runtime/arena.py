@@ -28,7 +28,7 @@ class Arena:
     def __init__(self, plan: Plan) -> None:
         tables = plan.tables
         self._num_bytes = tables.arena_bytes
-        places = {value: tables.offsets[tables.storage[value]] for node in plan.nodes for value in node.kept_outputs}
+        places = {value: tables.offsets[tables.storage[value]] for node in plan.nodes for value in node.named_outputs}
         born: dict[int, Value] = {}
         for value, first in places.items():
             if first is not None:

@@ -16,9 +16,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from undertow.ir import Value
+from undertow.ir.schema import bind_arguments
 from undertow.ir.structure import ATOMS
 from undertow.ops.modes import below_autograd
-from undertow.ops.registry import bind_arguments
 
 _HOLDERS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 

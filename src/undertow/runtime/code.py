@@ -7,19 +7,17 @@ Behind them in that list lie the tensors of the arena, into which operations wri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from undertow.ir import Gradient, Node, Program, Value
-from undertow.ops.destinations import destination_of
+from undertow.ir import Gradient, Live, Node, Program, Value
+from undertow.ir.pytorch import operation_of
 from undertow.ops.lifetimes import find_lifetimes
-from undertow.ops.own import OwnOperation, function_of
-from undertow.ops.schema import schema_of
+from undertow.ops.own import bind
 from undertow.runtime.bindings import callable_for
 
 aten = torch.ops.aten
@@ -28,7 +26,7 @@ aten = torch.ops.aten
 SEGMENT_BYTES = 1 << 20
 
 # What the rules record as a view of a cotangent is a copy where the user's own cotangent has other strides.
-_BACKWARD_TARGETS: dict[Any, Any] = {
+_ON_ANY_STRIDES: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
 }
@@ -55,14 +53,14 @@ class StepCode:
     source: str
 
 
-def compile_program(program: Program, placed: Sequence[Value] = ()) -> StepCode:
-    """Python functions for the passes of a Program. Cotangents are expected in the first slots."""
-    return _Writer(program, placed).compile()
+def compile_program(program: Program, live: Mapping[str, Any], placed: Sequence[Value] = ()) -> StepCode:
+    """Python functions for the passes of a Program, bound to what is alive. Cotangents come in the first slots."""
+    return _Writer(program, live, placed).compile()
 
 
 class _Writer:
-    def __init__(self, program: Program, placed: Sequence[Value]) -> None:
-        self.program = program
+    def __init__(self, program: Program, live: Mapping[str, Any], placed: Sequence[Value]) -> None:
+        self.program, self.live = program, live
         self.placed = tuple(placed)
         self.input_index = {item.value: index for index, item in enumerate(program.inputs)}
         self.roots = find_lifetimes(program).root
@@ -76,7 +74,7 @@ class _Writer:
 
     def compile(self) -> StepCode:
         ends = (*self.program.outputs, *(update.value for update in self.program.updates))
-        sources = [self._write_function("forward", 0, self.program.forward_nodes, ends)]
+        sources = [self._write_function("forward", 0, self.program.first_pass, ends)]
         for index, (nodes, gradients) in enumerate(self.stretches, start=1):
             results = tuple(gradient.value for gradient in gradients if gradient.value is not None)
             sources.append(self._write_function(f"backward_{index}", index, nodes, results))
@@ -92,7 +90,7 @@ class _Writer:
 
     def _cut(self) -> list[tuple[tuple[Node, ...], tuple[Gradient, ...]]]:
         """Stretches of backward nodes, each with the gradients that are complete at its end."""
-        position = {value: index for index, node in enumerate(self.program.backward_nodes) for value in node.outputs}
+        position = {value: index for index, node in enumerate(self.program.second_pass) for value in node.outputs}
         complete: dict[int, list[Gradient]] = {}
         for gradient in self.program.gradients:
             if gradient.value is not None:
@@ -102,7 +100,7 @@ class _Writer:
             pending += complete[end]
             num_bytes += sum(gradient.value.type.num_bytes for gradient in complete[end] if gradient.value is not None)
             if num_bytes >= SEGMENT_BYTES or end == max(complete):
-                stretches.append((self.program.backward_nodes[start : end + 1], tuple(pending)))
+                stretches.append((self.program.second_pass[start : end + 1], tuple(pending)))
                 start, pending, num_bytes = end + 1, [], 0
         if pending:
             stretches.append(((), tuple(pending)))
@@ -111,7 +109,7 @@ class _Writer:
     def _find_last_stretch(self) -> dict[Value, int]:
         """The last function (0 is the forward pass) that reads each value."""
         last: dict[Value, int] = {}
-        for node in self.program.forward_nodes:
+        for node in self.program.first_pass:
             last.update(dict.fromkeys(node.inputs, 0))
         last.update(dict.fromkeys(self.program.outputs, 0))
         for index, (nodes, gradients) in enumerate(self.stretches, start=1):
@@ -122,7 +120,7 @@ class _Writer:
 
     def _assign_slots(self) -> dict[Value, int]:
         slots = {item.value: index for index, item in enumerate(self.program.cotangents)}
-        for nodes, index in [(self.program.forward_nodes, 0), *((s[0], i) for i, s in enumerate(self.stretches, 1))]:
+        for nodes, index in [(self.program.first_pass, 0), *((s[0], i) for i, s in enumerate(self.stretches, 1))]:
             for node in nodes:
                 for value in node.outputs:
                     if value is not None and self.last_stretch.get(value, -1) > index:
@@ -163,7 +161,7 @@ class _Writer:
             for value in dict.fromkeys(node.inputs):
                 if last_read[value] == position and value not in ends:
                     drop(value)
-            for value in node.kept_outputs:
+            for value in node.named_outputs:
                 known.add(value)
                 if self.last_stretch.get(value, -1) > index:
                     lines.append(f"slots[{self.slots[value]}] = {self._name(value)}")
@@ -174,34 +172,34 @@ class _Writer:
         return "\n    ".join([f"def {name}(inputs, slots):", *lines])
 
     def _write_node(self, node: Node, is_backward: bool) -> str:
-        target = _BACKWARD_TARGETS.get(node.target, node.target) if is_backward else node.target
+        operation = node.operation
+        if is_backward and node.target in _ON_ANY_STRIDES:
+            operation = operation_of(_ON_ANY_STRIDES[node.target])
         arguments = [self._write_argument(argument) for argument in node.args]
         arguments += [f"{name}={self._write_argument(argument)}" for name, argument in node.kwargs.items()]
-        if any(value in self.places for value in node.kept_outputs):
+        if any(value in self.places for value in node.named_outputs):
             return self._write_into(node, arguments)
-        function = function_of(target)
-        if isinstance(function, OpOverload):
-            function = callable_for(function, node.args, node.kwargs)
+        function = operation.run
+        if operation.overload is function:
+            function = callable_for(operation.overload, node.args, node.kwargs)
         call = f"{self._constant(function)}({', '.join(arguments)})"
         if not node.outputs:
             return call
         names = [self._name(value) if value is not None else "_" for value in node.outputs]
-        is_single = schema_of(target).returns_single if isinstance(target, OpOverload) else not _returns_tuple(target)
-        line = f"{names[0]} = {call}" if is_single else f"{', '.join(names)}, = {call}"
+        line = f"{', '.join(names)}, = {call}" if operation.returns_tuple else f"{names[0]} = {call}"
         return f"{line}; del _" if "_" in names else line
 
     def _write_into(self, node: Node, arguments: list[str]) -> str:
         """The call of an operation that is told where its outputs lie; those outside of the arena are made before."""
-        destination = destination_of(node.target)
+        destination = node.operation.destination
         assert destination is not None
-        makes_others = isinstance(node.target, OwnOperation)
-        tensors = [self._write_tensor(value, makes_others) for value in node.outputs]
+        tensors = [self._write_tensor(value, destination.takes_some) for value in node.outputs]
         function = self._constant(destination.call)
         names = [self._name(value) if value is not None else "_" for value in node.outputs]
         if destination.names is None:
             arguments.append(f"out=({', '.join(tensors)},)")
             line = (
-                f"{', '.join(names)}{',' if _returns_tuple(node.target) else ''} = {function}({', '.join(arguments)})"
+                f"{', '.join(names)}{',' if node.operation.returns_tuple else ''} = {function}({', '.join(arguments)})"
             )
             return f"{line}; del _" if "_" in names else line
         lines = [f"{name} = {tensor}" for name, tensor in zip(names, tensors, strict=True)]
@@ -222,7 +220,7 @@ class _Writer:
             return f"({items}{',' if len(argument) == 1 else ''})"
         if isinstance(argument, bool | int | type(None)):
             return repr(argument)
-        return self._constant(argument)
+        return self._constant(bind(argument, self.live) if isinstance(argument, Live) else argument)
 
     def _constant(self, item: Any) -> str:
         name = self.constant_names.get(id(item))
@@ -238,7 +236,3 @@ class _Writer:
 def _make(value: Value) -> torch.Tensor:
     kind = value.tensor_type
     return torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=kind.device)
-
-
-def _returns_tuple(target: Any) -> bool:
-    return getattr(target, "returns_tuple", False)

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from undertow.errors import CallError, UndertowError
-from undertow.ir import Node, OpaqueType, Value, map_values
+from undertow.ir import Node, OpaqueType, Value
 from undertow.ir.cost import Cost, signature
+from undertow.ir.schema import flatten_outputs
+from undertow.ops.interpret import bind_arguments_of
 from undertow.ops.modes import below_autograd
-from undertow.ops.own import GUARDS, Replayed, default_generator, function_of, is_view
-from undertow.ops.schema import flatten_outputs
-from undertow.ops.updates import DeliverGradient, StepAfterwards
 from undertow.ops.work import work_of
 
 # Repeat until this much time is spent on an operation. The least time counts: others are disturbed ones.
@@ -30,7 +29,7 @@ MEASURE_NS = 20_000_000
 MIN_REPEATS = 2
 MAX_REPEATS = 20
 
-# Rates of the machine in DESIGN section 4 (2 cores, float32): for planning without measuring.
+# Rates of a machine of 2 cores in float32: for planning without measuring.
 MODEL_FLOPS_PER_NS = 100.0
 MODEL_BYTES_PER_NS = 8.0
 MODEL_CALL_NS = 3_000
@@ -41,14 +40,14 @@ _MEASURING = threading.Lock()  # PyTorch's profiler can run once only
 
 def model_cost(node: Node) -> Cost:
     """The cost by arithmetic and memory traffic, without running anything."""
-    if is_view(node.target):
+    if node.operation.costs_nothing:
         return Cost(0, 0)
     work = work_of(node)
     busy = max(work.flops / MODEL_FLOPS_PER_NS, work.moved_bytes / MODEL_BYTES_PER_NS)
-    return Cost(int(busy) + MODEL_CALL_NS, getattr(node.target, "workspace_bytes", 0))
+    return Cost(int(busy) + MODEL_CALL_NS, 0)
 
 
-def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], watch: Watch = iter) -> int:
+def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], live: Mapping[str, Any], watch: Watch = iter) -> int:
     """Add to `known` the cost of every node that can be run alone and is not there yet; returns how many those were.
 
     One operation at a time, on nothing but its own tensors: a step that fits holds more than that. `watch` goes through
@@ -59,28 +58,26 @@ def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], watch: Watch = 
         return 0
     num_known = len(known)
     with _MEASURING, torch.random.fork_rng():  # random operations draw while they are measured
-        measured = _measure_workspace(list(missing.values()))
+        measured = _measure_workspace(list(missing.values()), live)
         for (key, node), workspace in watch(list(zip(missing.items(), measured, strict=True))):
             if workspace is not None:
-                known[key] = Cost(_measure_duration(node), workspace)
+                known[key] = Cost(_measure_duration(node, live), workspace)
     return len(known) - num_known
 
 
 def _can_run_alone(node: Node) -> bool:
-    if is_view(node.target) or node.target in GUARDS or isinstance(node.target, DeliverGradient | StepAfterwards):
+    if node.operation.costs_nothing or not node.operation.is_measurable:
         return False
-    return not any(isinstance(value.type, OpaqueType) for value in (*node.inputs, *node.kept_outputs))
+    return not any(isinstance(value.type, OpaqueType) for value in (*node.inputs, *node.named_outputs))
 
 
-def _prepare(node: Node) -> tuple[Callable[[], Any], dict[int, int]]:
+def _prepare(node: Node, live: Mapping[str, Any]) -> tuple[Callable[[], Any], dict[int, int]]:
     """A call of the node on made-up tensors, and the memory that these lie in."""
     tensors = {value: _make_tensor(value) for value in dict.fromkeys(node.inputs)}
-    if isinstance(node.target, Replayed):  # a generator takes no made-up state
-        tensors[node.args[0]] = default_generator(node.target.device).get_state()
-    args = map_values(node.args, tensors.__getitem__)
-    kwargs = {name: map_values(item, tensors.__getitem__) for name, item in node.kwargs.items()}
-    rehearse = getattr(node.target, "prepare_rehearsal", None)
-    call = rehearse(*args, **kwargs) if rehearse is not None else lambda: function_of(node.target)(*args, **kwargs)
+    args = bind_arguments_of(node.args, tensors, live)
+    kwargs = {name: bind_arguments_of(item, tensors, live) for name, item in node.kwargs.items()}
+    rehearse, run = node.operation.rehearse, node.operation.run
+    call = rehearse(*args, **kwargs) if rehearse is not None else lambda: run(*args, **kwargs)
     return call, _storages(list(tensors.values()))
 
 
@@ -96,9 +93,9 @@ def _make_tensor(value: Value) -> torch.Tensor:
     return tensor
 
 
-def _measure_duration(node: Node) -> int:
-    call, _ = _prepare(node)
-    is_cuda = any(value.tensor_type.device.type == "cuda" for value in (*node.inputs, *node.kept_outputs))
+def _measure_duration(node: Node, live: Mapping[str, Any]) -> int:
+    call, _ = _prepare(node, live)
+    is_cuda = any(value.tensor_type.device.type == "cuda" for value in (*node.inputs, *node.named_outputs))
     times: list[int] = []
     with below_autograd(), torch.enable_grad():
         while len(times) < MIN_REPEATS or (sum(times) < MEASURE_NS and len(times) < MAX_REPEATS):
@@ -112,12 +109,12 @@ def _measure_duration(node: Node) -> int:
     return min(times)
 
 
-def _measure_workspace(nodes: Sequence[Node]) -> list[int | None]:
+def _measure_workspace(nodes: Sequence[Node], live: Mapping[str, Any]) -> list[int | None]:
     """Bytes beyond the outputs at the worst moment of each run; None where the made-up arguments were refused."""
     if torch.cuda.is_available() and any(
-        value.tensor_type.device.type == "cuda" for node in nodes for value in node.kept_outputs
+        value.tensor_type.device.type == "cuda" for node in nodes for value in node.named_outputs
     ):
-        return [_measure_workspace_cuda(node) for node in nodes]
+        return [_measure_workspace_cuda(node, live) for node in nodes]
     if torch._C._autograd._profiler_enabled():
         raise CallError(
             "operations' memory is measured with torch.profiler, which can run once only, and it is running: make the "
@@ -126,7 +123,7 @@ def _measure_workspace(nodes: Sequence[Node]) -> list[int | None]:
     found: list[int | None] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         for node in nodes:
-            found.append(_run_marked(node))
+            found.append(_run_marked(node, live))
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     sizes = iter([event.nbytes() for event in events])
@@ -155,11 +152,11 @@ def _peak_between_marks(sizes: Iterator[int]) -> int:
     raise UndertowError("torch.profiler lost the memory events of an operation that was measured; plan again")
 
 
-def _run_marked(node: Node) -> int | None:
+def _run_marked(node: Node, live: Mapping[str, Any]) -> int | None:
     """Run a node between two marks; the bytes of its fresh outputs, None if it refused its arguments."""
     with below_autograd(), torch.enable_grad():
         try:
-            call, given = _prepare(node)
+            call, given = _prepare(node, live)
             begin = torch.empty(BEGIN_BYTES, dtype=torch.uint8)
             outputs = flatten_outputs(call())
             end = torch.empty(END_BYTES, dtype=torch.uint8)
@@ -182,8 +179,8 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _measure_workspace_cuda(node: Node) -> int | None:
-    call, _ = _prepare(node)
+def _measure_workspace_cuda(node: Node, live: Mapping[str, Any]) -> int | None:
+    call, _ = _prepare(node, live)
     with below_autograd(), torch.enable_grad():
         try:
             call()  # what a kernel takes for itself at its first run, it keeps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,11 +16,13 @@ from undertow.runtime.code import StepCode, compile_program
 class DirectRun:
     """A forward pass that has run; its values stay, so `backward` may be called with many cotangents."""
 
-    def __init__(self, program: Program, inputs: Sequence[Any], is_recorded: bool = False) -> None:
+    def __init__(
+        self, program: Program, live: Mapping[str, Any], inputs: Sequence[Any], is_recorded: bool = False
+    ) -> None:
         """`is_recorded`: an outer recording is to see, and differentiate, what runs here."""
         self._program = program
         self._inputs = inputs
-        self._code: StepCode = compile_program(program)
+        self._code: StepCode = compile_program(program, live)
         self._slots: list[Any] = [None] * len(self._code.slots)
         self._mode = nullcontext if is_recorded else below_autograd
         with self._mode(), torch.enable_grad():

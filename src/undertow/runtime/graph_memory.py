@@ -100,7 +100,7 @@ def _births(plan: Plan) -> Iterator[list[int]]:
     storage = plan.tables.storage
     known = {storage[item.value] for item in plan.program.inputs}
     for node in plan.nodes:
-        found = list(dict.fromkeys(storage[value] for value in node.kept_outputs if storage[value] not in known))
+        found = list(dict.fromkeys(storage[value] for value in node.named_outputs if storage[value] not in known))
         known.update(found)
         yield found
 

@@ -16,30 +16,27 @@ that would take the step over its budget is given up.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from undertow.ir import InputKind, Node, OpaqueType, Plan, Program, format_bytes
-from undertow.ops.own import GENERATOR_STATE, GUARDS, Mutating, Replayed, is_random
-from undertow.ops.updates import UPDATES, DeliverGradient, StepAfterwards, UpdateParameter
+from undertow.ir import InputKind, Node, OpaqueType, Phase, Plan, Program, format_bytes
+from undertow.ops.updates import OPTIMIZER
 from undertow.runtime.graph_memory import copied_output_bytes, find_graph_memory
 
 WARM_CALLS = 2  # kernels are loaded and chosen, and what they keep is allocated, before anything is captured
 NUM_TRIALS = 5  # of sizes of the graph's memory, where the one found is too small
 GRAPH_EXTRA = "CUDA graph, beyond what is alive"  # among what a plan holds: copies of arguments, gaps
-_UNREPEATABLE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def why_not_captured(program: Program) -> str | None:
     """What keeps a Program from being captured; None where nothing does."""
     if os.environ.get("UNDERTOW_GRAPHS") == "off":
         return "UNDERTOW_GRAPHS=off"
-    if not any(isinstance(node.target, UPDATES) for node in program.nodes):
+    if not program.count(Phase.UPDATE):
         return "only whole training steps are"
     devices = {item.value.tensor_type.device for item in program.inputs}
     if len(devices) > 1:
@@ -57,46 +54,32 @@ def why_not_captured(program: Program) -> str | None:
 
 
 def _why_not_node(node: Node) -> str | None:
-    target = node.target
-    if isinstance(target, StepAfterwards):
-        return "the optimizer steps after the backward pass"
-    if isinstance(target, UpdateParameter):
-        return _why_not_update(target)
-    if target in GUARDS:
-        return f"a branch on a tensor's value ({node.origin})"
-    if isinstance(target, Replayed) or target is GENERATOR_STATE:
-        return "numbers are drawn a second time under a recorded generator state"
-    if is_random(target) and any(isinstance(item, torch.Generator) for item in (*node.args, *node.kwargs.values())):
-        return f"{node.name} draws from a generator that is not PyTorch's own ({node.origin})"
-    values = (*node.inputs, *node.kept_outputs)
+    reason = node.operation.why_not_captured(node)
+    if reason is not None:
+        return reason
+    values = (*node.inputs, *node.named_outputs)
     if any(isinstance(value.type, OpaqueType) for value in values):
         return f"{node.name} runs code that may do anything ({node.origin})"
     if any(value.tensor_type.device.type != "cuda" for value in values):
         return f"{node.name} works on the CPU ({node.origin})"
-    inner = target.target if isinstance(target, Mutating) else target
-    if isinstance(inner, OpOverload) and not _UNREPEATABLE.isdisjoint(inner.tags):
-        return f"{node.name} reads a tensor's values on the CPU ({node.origin})"
     return None
-
-
-def _why_not_update(update: UpdateParameter) -> str | None:
-    group = update.optimizer.param_groups[update.group_index]
-    if isinstance(update.optimizer, torch.optim.SGD) or group.get("capturable"):
-        return None
-    return f"{type(update.optimizer).__name__} counts its steps on the CPU; make it with capturable=True"
 
 
 class GraphedStep:
     """A step that is replayed as a graph when its surroundings are as they were."""
 
-    def __init__(self, plan: Plan, run: Callable[[Sequence[Any]], list[Any]]) -> None:
+    def __init__(self, plan: Plan, live: Mapping[str, Any], run: Callable[[Sequence[Any]], list[Any]]) -> None:
         self._plan, self._run = plan, run
         self._arguments = [place for place, item in enumerate(plan.program.inputs) if item.kind is InputKind.ARGUMENT]
-        targets = [node.target for node in plan.nodes]
-        self._parameters = [target.parameter for target in targets if isinstance(target, DeliverGradient)]
-        updates = [target for target in targets if isinstance(target, UpdateParameter)]
-        self._updated = [target.parameter for target in updates]
-        self._optimizer = updates[0].optimizer if updates else None
+        places = {item.value: place for place, item in enumerate(plan.program.inputs)}
+        handing = [node for node in plan.nodes if node.operation.hands_over is not None]
+        # Those whose gradients the step sets, and those that it overwrites.
+        self._places_given = [places[value] for node in handing for value in node.inputs if value in places]
+        written = [value for node in plan.nodes if node.phase is Phase.UPDATE for value in node.operation.writes(node)]
+        self._places_updated = [places[value] for value in written]
+        self._optimizer = live.get(OPTIMIZER.name)
+        self._parameters: list[Any] = []
+        self._updated: list[Any] = []
         self.reason = why_not_captured(plan.program)
         if self.reason is None and plan.budget_bytes is not None and GRAPH_EXTRA not in plan.held:
             self.reason = "the budget has no room for copies of the arguments and gaps between tensors"
@@ -117,6 +100,8 @@ class GraphedStep:
         """The outputs, which are the user's own; gradients and updates are where the step puts them."""
         if self.reason is not None or torch.cuda.is_current_stream_capturing():
             return self._run(inputs)
+        self._parameters = [inputs[place] for place in self._places_given]
+        self._updated = [inputs[place] for place in self._places_updated]
         marks = self._find_marks(inputs)
         if self._captured is None or marks != self._marks or self._captured.is_held():
             self.release()

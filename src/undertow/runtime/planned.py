@@ -11,7 +11,7 @@ import copy
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -43,9 +43,16 @@ _PLANNING = threading.RLock()
 class Variant:
     """One captured way through the model, ready to run with and without gradients."""
 
-    def __init__(self, captured: Any, make_plan: Callable[[Program, Pattern], Plan], pattern: Pattern) -> None:
+    def __init__(
+        self,
+        captured: Any,
+        make_plan: Callable[[Any, Pattern], Plan],
+        pattern: Pattern,
+        live: Mapping[str, Any],
+    ) -> None:
         self.captured = captured
         self._make_plan = make_plan
+        self._live = {**captured.live, **live}
         self.differentiable = differentiable_outputs(captured.program)
         self.pattern = pattern
         self.share = 0.0  # of the latest calls, how many took this way
@@ -61,7 +68,7 @@ class Variant:
         if pattern not in self._steps:
             with _PLANNING:
                 if pattern not in self._steps:  # another thread may have made it meanwhile
-                    self._steps[pattern] = Step(self._make_plan(self.captured.program, pattern), pattern)
+                    self._steps[pattern] = Step(self._make_plan(self.captured, pattern), pattern, self._live)
         return self._steps[pattern]
 
     def remember(self, pattern: Pattern) -> None:
@@ -121,9 +128,10 @@ class Runner:
         model: torch.nn.Module,
         forward: Callable[..., Any],
         capture: Callable[..., Any],
-        make_plan: Callable[[Program, Pattern], Plan],
+        make_plan: Callable[[Any, Pattern], Plan],
         place_of: Callable[[BaseException], str],
         expect: Callable[[Any], Pattern],
+        live: Mapping[str, Any],
     ) -> None:
         self.model = model
         self.forward = forward
@@ -131,6 +139,7 @@ class Runner:
         self._make_plan = make_plan
         self._place_of = place_of
         self._expect = expect  # the gradients that a capture will be asked for first
+        self.live = live
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
         self._last_lookup: tuple[Any, list[Variant]] = (), []  # comparing with it is cheaper than hashing
         self._last: Variant | None = None
@@ -212,8 +221,8 @@ class Runner:
         environment = {item.value: tensor for item, tensor in zip(step.program.inputs, inputs, strict=True)}
         for node in filter(is_run, program.nodes):
             with below_autograd():
-                run_node(node, environment)
-            yield node, [environment[value] for value in node.kept_outputs]
+                run_node(node, environment, {**variant.captured.live, **self.live})
+            yield node, [environment[value] for value in node.named_outputs]
 
     def _lookup(self, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> list[Variant]:
         key = (structure_key(args), structure_key(kwargs), _sharing(tensors), self._state.key())
@@ -241,7 +250,7 @@ class Runner:
                 f"leave this part of the model unplanned (plan submodules instead)"
             ) from error
         if len(variants) >= MAX_OUTCOMES:
-            guards = [node for node in captured.program.nodes if str(node.target).startswith("guard")]
+            guards = [node for node in captured.program.nodes if node.operation.is_guard]
             raise TooManyOutcomes(
                 f"branches on tensor values, or numbers read from them, went more than {MAX_OUTCOMES} ways, the last "
                 f"at {guards[-1].origin}: make the branch part of the computation (torch.where), move it out of the "
@@ -251,7 +260,7 @@ class Runner:
         self._refuse_ever_new_states(captured)
         if captured.assignments:
             self._state.mark_assigned((id(item.owner), item.name) for item in captured.assignments)
-        variants.append(Variant(captured, self._make_plan, self._expect(captured)))
+        variants.append(Variant(captured, self._make_plan, self._expect(captured), self.live))
         return variants[-1]
 
     def _refuse_ever_new_states(self, captured: Any) -> None:

@@ -26,7 +26,7 @@ class Preparation:
     def __init__(self, program: Program) -> None:
         self.inputs: tuple[Input, ...] = program.inputs
         self._names: tuple[Value, ...] = program.outputs
-        self._code = compile_program(program)
+        self._code = compile_program(program, {})
         self._state: _State | None = None
         self._values: dict[Value, Any] = {}
 

@@ -11,7 +11,7 @@ generator states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from undertow.kernels.threads import survive_forks
 from undertow.ops.interpret import generators_of
 from undertow.ops.lifetimes import find_lifetimes
 from undertow.ops.modes import below_autograd
-from undertow.ops.own import GUARDS, Mutating
+from undertow.ops.own import bind
 from undertow.runtime.allocator import keep_memory_mapped
 from undertow.runtime.arena import Arena
 from undertow.runtime.code import Segment, StepCode, compile_program
@@ -36,17 +36,17 @@ Pattern = tuple[bool, ...]
 class Step:
     """A Program ready to run, for a fixed set of outputs from which gradients come."""
 
-    def __init__(self, plan: Plan, pattern: Pattern) -> None:
+    def __init__(self, plan: Plan, pattern: Pattern, live: Mapping[str, Any]) -> None:
         keep_memory_mapped()
         survive_forks()
         self.plan = plan
         self.program = program = plan.program
         self.pattern = pattern
         self.arena = Arena(plan)
-        self.code: StepCode = compile_program(program, self.arena.values)
+        self.code: StepCode = compile_program(program, live, self.arena.values)
         self.preparation = None if program.preparation is None else Preparation(program.preparation)
-        self.generators = generators_of(program.forward_nodes)
-        self.has_guards = any(node.target in GUARDS for node in program.forward_nodes)
+        self.generators = [bind(item, live) for item in generators_of(program.first_pass)]
+        self.has_guards = any(node.operation.is_guard for node in program.first_pass)
         self.input_index = {item.value: position for position, item in enumerate(program.inputs)}
         self.update_inputs = [self.input_index[update.input] for update in program.updates]
         self._update_groups = self._group_updates()
@@ -57,7 +57,7 @@ class Step:
         self.exposed_slots = [slot for value, slot in self.code.slots.items() if roots.get(value) in exposed]
         kept = {roots.get(value) for value in self.code.slots}
         is_on_gpu = any(item.value.tensor_type.device.type == "cuda" for item in program.inputs)
-        self._graph = GraphedStep(plan, self._run_whole) if is_on_gpu else None
+        self._graph = GraphedStep(plan, live, self._run_whole) if is_on_gpu else None
         self.exposed_outputs = [place for place, value in enumerate(program.outputs) if roots[value] in kept]
 
     def describe(self) -> Plan:
@@ -114,11 +114,12 @@ class Step:
     def _find_replayed_updates(self) -> list[int]:
         """Updated inputs whose old value the backward pass would need; batch normalisation's statistics are not."""
         needed = set(self.code.slots)
-        for node in self.program.backward_nodes:
+        for node in self.program.second_pass:
             needed.update(node.inputs)
-        for node in reversed(self.program.forward_nodes):
+        for node in reversed(self.program.first_pass):
             if any(value in needed for value in node.outputs):
-                needed.update(node.inputs[:3] if isinstance(node.target, Mutating) else node.inputs)
+                dropped = {node.args[place] for place in node.operation.droppable}
+                needed.update(value for value in node.inputs if value not in dropped)
         return [position for position in self.update_inputs if self.program.inputs[position].value in needed]
 
 
@@ -183,8 +184,8 @@ class Run:
 
     def _kept_for(self, pattern: Pattern) -> set[Value]:
         program = self.step_for(pattern).program
-        made = {value for node in program.forward_nodes for value in node.outputs}
-        return {value for node in program.backward_nodes for value in node.inputs if value in made}
+        made = {value for node in program.first_pass for value in node.outputs}
+        return {value for node in program.second_pass for value in node.inputs if value in made}
 
     def gradients_of_segment(self, index: int) -> dict[Value, Any]:
         """The gradients that segment `index` of the expected step completes, by input."""

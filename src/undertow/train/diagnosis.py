@@ -69,7 +69,7 @@ def find_first_bad(walk: Iterable[tuple[Node, list[Any]]]) -> Node | None:
     not_numbers: set[Value] = set()
     first_nan = None
     for node, outputs in walk:
-        pairs = list(zip(node.kept_outputs, outputs, strict=True))
+        pairs = list(zip(node.named_outputs, outputs, strict=True))
         if any(has_nan(item) for _, item in pairs) and not_numbers.isdisjoint(node.inputs):
             first_nan = first_nan or node
         if not are_finite(outputs) and not_finite.isdisjoint(node.inputs) and not _writes_infinity(node):

@@ -1,11 +1,11 @@
-"""What PyTorch itself says of an operation: what it mutates, aliases, draws, and returns.
+"""What PyTorch itself says of its operations: what they mutate, alias, draw, and return; how they are called.
 
 Everything is read from the schema and the tags, except `_UNDECLARED_MUTATIONS`, where the schema is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from undertow.ir import TensorType
+from undertow.ir.types import TensorType
 
 aten = torch.ops.aten
 
@@ -140,3 +140,18 @@ def flatten_outputs(result: Any) -> list[torch.Tensor | None]:
     if isinstance(result, tuple | list):
         return [item for part in result for item in flatten_outputs(part)]
     return [None]
+
+
+def bind_arguments(target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by schema name, defaults filled in. `self` stays `self`."""
+    bound = {}
+    for position, argument in enumerate(target._schema.arguments):
+        if position < len(args):
+            bound[argument.name] = args[position]
+        elif argument.name in kwargs:
+            bound[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            bound[argument.name] = argument.default_value
+        else:
+            raise TypeError(f"{target}: argument {argument.name} is missing")
+    return bound
