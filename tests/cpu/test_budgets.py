@@ -72,7 +72,7 @@ class Planned:
         modules = dict(self.model.named_modules())
         tensors = [tensor for _, tensor in tensors_in((self.args, self.kwargs))]
         start = {name: item.clone() for name, item in self.model.named_buffers()}
-        runner = Step(plan, ())
+        runner = Step(plan, (), self.captured.live)
         results = []
 
         def act():

@@ -10,11 +10,9 @@ import undertow as ut
 from undertow.api.budget_planning import CostSource, Terms, find_plan, make_budget_planner
 from undertow.api.training import make_step
 from undertow.errors import PlanError
-from undertow.ir import Node, Origin
-from undertow.ir.check_plan import _DRAWING_BY_DROPOUT, _is_random, check_plan
-from undertow.ir.program import map_values
-from undertow.ops.own import Replayed, draws
-from undertow.ops.updates import UpdateParameter
+from undertow.ir import Node, Origin, Phase, Task, map_values
+from undertow.ir.check_plan import check_plan
+from undertow.ir.pytorch import operation_of
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +26,11 @@ def plan():
     terms = Terms(optimizer=optimizer, costs=CostSource.MODEL)
     step = make_step(model, 1, nn.functional.cross_entropy, optimizer, terms)
     captured = step._capture(step._runner.forward, (x, y), {}, model)
-    planner = make_budget_planner(*step._derive(captured.program, terms), terms)
+    planner = make_budget_planner(*step._derive(captured.program, terms), terms, step._runner.live)
     plan = check_plan(find_plan(planner, planner.smallest.peak_bytes * 21 // 20))
     assert sum(first is not None for first in plan.tables.offsets) > 20
-    assert plan.recomputed and any(isinstance(node.target, Replayed) for node in plan.nodes)
-    assert any(isinstance(node.target, UpdateParameter) for node in plan.nodes)
+    assert plan.recomputed and any(node.operation.repeats for node in plan.nodes)
+    assert any(node.phase is Phase.UPDATE for node in plan.nodes)
     return plan
 
 
@@ -70,7 +68,7 @@ def inserted(plan, place, node, base):
     def insert(items, item):
         return (*items[:place], item, *items[place:])
 
-    original = plan.base.nodes[base].named_outputs
+    original = plan.base.nodes[base[0]].named_outputs
     storage = dict(plan.tables.storage)
     storage |= {new: storage[old] for new, old in zip(node.named_outputs, original, strict=True)}
     tables = replace(
@@ -193,8 +191,8 @@ def test_recomputing_from_an_overwritten_input(plan):
 
 
 def test_reading_a_parameter_that_was_updated(plan):
-    update = next(i for i, node in enumerate(plan.nodes) if isinstance(node.target, UpdateParameter))
-    parameter = plan.nodes[update].args[0]
+    update = next(i for i, node in enumerate(plan.nodes) if node.phase is Phase.UPDATE)
+    (parameter,) = plan.nodes[update].operation.writes(plan.nodes[update])
     first = next(i for i, node in enumerate(plan.nodes) if parameter in node.inputs)
     again = [replace(value, name=f"{value.name}_late") for value in plan.nodes[first].named_outputs]
     late = replace(plan.nodes[first], outputs=tuple(again))
@@ -203,8 +201,8 @@ def test_reading_a_parameter_that_was_updated(plan):
 
 
 def test_replayed_with_the_wrong_state(plan):
-    replays = [i for i, node in enumerate(plan.nodes) if isinstance(node.target, Replayed)]
-    states = [value for node in plan.nodes if str(node.target) == "generator_state" for value in node.outputs]
+    replays = [i for i, node in enumerate(plan.nodes) if node.operation.repeats]
+    states = [value for node in plan.nodes if node.task is Task.RECORD_STATE for value in node.outputs]
     position = replays[0]
     node = plan.nodes[position]
     others = [state for state in states if state is not node.args[0]]
@@ -212,7 +210,7 @@ def test_replayed_with_the_wrong_state(plan):
         wrong = replace(node, args=(others[0], *node.args[1:]))
         with pytest.raises(PlanError, match="wrong state|reads %"):
             check_plan(with_node(plan, position, wrong))
-    unstated = replace(node, target=node.target.target, args=node.args[1:])
+    unstated = replace(node, operation=node.operation.repeats, args=node.args[1:])
     with pytest.raises(PlanError, match="without the state|bytes are held|never freed|freed"):
         check_plan(with_node(plan, position, unstated))
 
@@ -224,9 +222,9 @@ def test_a_state_recorded_at_another_moment():
 
     settings = {"loss": lambda y: y.square().mean(), "budget": "1MiB", "costs": "model"}
     plan = ut.train_step(nn.Sequential(nn.Linear(8, 8), Sampling()), (torch.randn(16, 8),), **settings).plan
-    state = next(i for i, node in enumerate(plan.nodes) if node.name == "generator_state" and plan.bases[i] >= 0)
-    draw = next(i for i, node in enumerate(plan.nodes) if i > state and draws(node))
-    with pytest.raises(PlanError, match="records a state out of its order"):
+    state = next(i for i, node in enumerate(plan.nodes) if node.task is Task.RECORD_STATE and plan.bases[i])
+    draw = next(i for i, node in enumerate(plan.nodes) if i > state and node.operation.draws(node))
+    with pytest.raises(PlanError, match="out of the order of draws and guards"):
         check_plan(moved(plan, state, draw + 1))
 
 
@@ -304,16 +302,16 @@ def test_other_arguments_of_an_operation_in_place():
     plan = ut.train_step(model, (torch.randn(16, 8),), **settings).plan
     position = next(i for i, node in enumerate(plan.nodes) if node.name == "pow_.Scalar")
     node = plan.nodes[position]
-    assert plan.base.nodes[plan.bases[position]].name == "pow.Tensor_Scalar"
+    assert plan.base.nodes[plan.bases[position][0]].name == "pow.Tensor_Scalar"
     with pytest.raises(PlanError, match="other arguments"):
         check_plan(with_node(plan, position, replace(node, args=(node.args[0], 7.0))))
-    other = replace(node, target=torch.ops.aten.mul_.Scalar)
+    other = replace(node, operation=operation_of(torch.ops.aten.mul_.Scalar))
     with pytest.raises(PlanError, match="another operation"):
         check_plan(with_node(plan, position, other))
 
 
 def test_an_update_that_does_not_run(plan):
-    position = next(i for i, node in enumerate(plan.nodes) if isinstance(node.target, UpdateParameter))
+    position = next(i for i, node in enumerate(plan.nodes) if node.phase is Phase.UPDATE)
 
     def without(items):
         return tuple(item for index, item in enumerate(items) if index != position)
@@ -326,9 +324,7 @@ def test_an_update_that_does_not_run(plan):
         workspace_bytes=without(plan.tables.workspace_bytes),
         duration_ns=without(plan.tables.duration_ns),
     )
-    program = replace(
-        plan.program, nodes=without(plan.program.nodes), boundary=plan.program.boundary - 1
-    )
+    program = replace(plan.program, nodes=without(plan.program.nodes), boundary=plan.program.boundary - 1)
     broken = replace(
         plan, program=program, bases=without(plan.bases), live_bytes=without(plan.live_bytes), tables=tables
     )
@@ -341,13 +337,10 @@ def test_budgeted_plans_of_the_public_functions_are_checked():
     assert check_plan(planned.plan) is planned.plan
 
 
-@pytest.mark.parametrize("name", sorted(_DRAWING_BY_DROPOUT))
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize("probability", [0.0, 0.1])
-def test_attention_draws_where_something_is_dropped_out(name, probability):
-    _, packet, overload = name.split(".")
-    target = getattr(getattr(torch.ops.aten, packet), overload)
-    node = Node(target, (None,) * 3, {"dropout_p": probability}, (), Origin())
-    names = [argument.name for argument in target._schema.arguments]
-    others = {item: None for item in names[3:] if item != "dropout_p"}
-    is_drawing = probability > 0
-    assert _is_random(node) == draws(replace(node, kwargs=node.kwargs | others)) == is_drawing
+def test_attention_draws_where_something_is_dropped_out(kind, probability):
+    overload = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention").default
+    others = {item.name: None for item in overload._schema.arguments[3:]}
+    node = Node(operation_of(overload), (None,) * 3, others | {"dropout_p": probability}, (), Origin())
+    assert node.operation.is_random and node.operation.draws(node) == (probability > 0)

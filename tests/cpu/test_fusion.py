@@ -17,7 +17,6 @@ from undertow.ir.cost import signature
 from undertow.models import SMALL
 from undertow.numerics.fusion import fuse
 from undertow.ops.fused import Group
-from undertow.ops.own import is_view
 
 NAMES = sorted(SMALL)
 
@@ -48,7 +47,7 @@ def _workload(name: str) -> tuple[torch.nn.Module, tuple[Any, ...], tuple[Any, .
 
 
 def _groups(program: Program) -> list[Group]:
-    return [node.target.run for node in program.nodes if isinstance(getattr(node.target, "run", None), Group)]
+    return [node.operation.run for node in program.nodes if isinstance(node.operation.run, Group)]
 
 
 def _check_same(step: Any, model: Any, eager: Any, args: Any, targets: Any, loss: Any) -> None:
@@ -144,5 +143,5 @@ def test_compiled_groups_compute_the_same(programs: list[Program]) -> None:
 def test_groups_hold_neither_products_nor_draws(programs: list[Program]) -> None:
     model, args, targets, loss = _workload("gpt")
     ut.train_step(model, args, targets=targets, loss=loss)
-    names = {node.name for group in _groups(programs[1]) for node in group.nodes if not is_view(node.target)}
+    names = {node.name for group in _groups(programs[1]) for node in group.nodes if not node.operation.is_view}
     assert not [name for name in names if name.startswith(("mm", "addmm", "bmm", "convolution", "bernoulli"))]

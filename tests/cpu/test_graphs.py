@@ -21,7 +21,7 @@ def made(monkeypatch):
     x = torch.randn(5, 4)
     plan = ut.train_step(model, (x,), loss=lambda y: y.square().mean()).plan
     log = []
-    step = GraphedStep(plan, lambda inputs: log.append("run") or [torch.zeros(())])
+    step = GraphedStep(plan, {}, lambda inputs: log.append("run") or [torch.zeros(())])
     step.reason = None  # it is on the CPU
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)

@@ -11,7 +11,7 @@ import torch
 from schedules import convnet, problem_of, scheduled_plan
 
 from undertow.api.planning import plan as plan_training
-from undertow.ir import Gradient, Input, InputKind, Node, Origin, Outcome, Program, TensorType, Value
+from undertow.ir import Gradient, Input, InputKind, Node, Origin, Outcome, Phase, Program, TensorType, Value
 from undertow.ir.cost import Cost
 from undertow.models import SMALL
 from undertow.ops.tables import make_plan
@@ -61,7 +61,7 @@ def long_plan(num_layers):
     for index in reversed(range(num_layers)):
         origin = Origin(f"layers.{index}.act", "deep.py", index + 1, hidden[index + 1].name)
         read = (cotangents[index + 1], hidden[index + 1])
-        nodes.append(Node(aten.sigmoid_backward.default, read, {}, (cotangents[index],), origin))
+        nodes.append(Node(aten.sigmoid_backward.default, read, {}, (cotangents[index],), origin, Phase.BACKWARD))
     program = Program(
         inputs=(Input(x, InputKind.ARGUMENT, "x"),),
         nodes=tuple(nodes),

@@ -12,9 +12,10 @@ import torch
 from operation_samples import OPS, PRECISIONS, map_tensors, rebuild, samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from undertow.ops.destinations import Destination, destination_of
-from undertow.ops.own import Mutating, function_of
+from undertow.ir.operation import Destination, Operation
+from undertow.ir.pytorch import operation_of
 from undertow.ir.schema import flatten_outputs, inplace_of
+from undertow.ops.own import functional
 
 EMPTY = torch.ops.aten.empty_like.default  # promises nothing of what it makes
 
@@ -24,10 +25,11 @@ def destinations() -> list[Any]:
     found = {}
     for op in OPS:
         in_place = inplace_of(op.target)
-        for target in (op.target, *([] if in_place is None else [Mutating(in_place)])):
-            destination = destination_of(target)
-            if destination is not None and target is not EMPTY:
-                found[str(target)] = pytest.param(op, target, destination, id=str(target))
+        made_functional = [] if in_place is None else [functional(operation_of(in_place))]
+        for operation in (operation_of(op.target), *made_functional):
+            destination = operation.destination
+            if destination is not None and operation.key is not EMPTY:
+                found[operation.name] = pytest.param(op, operation, destination, id=operation.name)
     return list(found.values())
 
 
@@ -45,11 +47,11 @@ def elsewhere(like: torch.Tensor) -> torch.Tensor:
     return memory.view(like.dtype).as_strided(like.shape, like.stride())
 
 
-def run_both(target: Any, destination: Destination, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
+def run_both(operation: Operation, destination: Destination, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
     """The outputs as the operation makes them, and as it writes them over what stood elsewhere."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        expected = flatten_outputs(function_of(target)(*args, **kwargs))
+        expected = flatten_outputs(operation(*args, **kwargs))
         outputs = [elsewhere(item) for item in expected]
         torch.manual_seed(0)
         call_into(destination, args, kwargs, outputs)
@@ -61,8 +63,8 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("op", "target", "destination"), destinations())
-def test_the_same_bits(op, target, destination, precision):
+@pytest.mark.parametrize(("op", "operation", "destination"), destinations())
+def test_the_same_bits(op, operation, destination, precision):
     dtypes = PRECISIONS[precision]
     num_run = 0
     for case in samples(op):
@@ -72,10 +74,10 @@ def test_the_same_bits(op, target, destination, precision):
             name: dtypes.get(item, item) if isinstance(item, torch.dtype) else item for name, item in kwargs.items()
         }
         try:
-            function_of(target)(*copy.deepcopy(args), **kwargs)
+            operation(*copy.deepcopy(args), **kwargs)
         except (RuntimeError, NotImplementedError):
             continue  # no kernel for this precision
-        expected, found = run_both(target, destination, args, kwargs)
+        expected, found = run_both(operation, destination, args, kwargs)
         num_run += 1
         for left, right in zip(expected, found, strict=True):
             assert left.dtype == right.dtype and left.shape == right.shape
@@ -93,7 +95,7 @@ class CompareAll(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        destination = destination_of(func)
+        destination = operation_of(func).destination
         expected = [] if destination is None else flatten_outputs(result)
         is_open = torch.Tag.nondeterministic_seeded in func.tags or func is EMPTY
         if expected and not is_open and all(item is not None and not item.is_complex() for item in expected):

@@ -21,11 +21,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import undertow as ut
-from undertow.ir import operation_name
+from undertow.ir.pytorch import operation_of
+from undertow.ir.schema import bind_arguments, schema_of
 from undertow.ops import registry
-from undertow.ir.schema import bind_arguments
 from undertow.ops.registry import Call, Case, Op, Sampler, Vjp, registered_ops
-from undertow.ir.schema import schema_of
 
 aten = torch.ops.aten
 EPS = torch.finfo(torch.float64).eps
@@ -323,7 +322,7 @@ def test_at_least_95_percent_of_the_mistakes_are_found(outcomes: list[tuple[Muta
 def test_found_mistakes_are_named(outcomes: list[tuple[Mutant, str]]) -> None:
     unnamed = []
     for mutant, message in outcomes:
-        name = operation_name(mutant.sample.op.target).partition(".")[0]
+        name = operation_of(mutant.sample.op.target).name.partition(".")[0]
         if message and f"the derivative of {name}" not in message:
             unnamed.append(f"{mutant}: {message}")
     assert not unnamed, "\n".join(unnamed)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from undertow.ir.pytorch import declared
 from undertow.ir.types import contiguous_strides
 from undertow.ops.own import BLANK
-from undertow.ops.shape_only import shape_only_readers
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ CALLS = {
 
 
 def test_every_reader_has_a_call():
-    assert set(CALLS) == set(shape_only_readers())
+    assert set(CALLS) == set(declared("shape_only"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

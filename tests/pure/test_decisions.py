@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from undertow.errors import CallError
-from undertow.ir import Gradient, Input, InputKind, Node, Origin, Outcome, Program, TensorType, Value
+from undertow.ir import Gradient, Input, InputKind, Node, Origin, Outcome, Phase, Program, Task, TensorType, Value
 from undertow.ir.cost import Cost
-from undertow.ops.own import GENERATOR_STATE, OwnOperation, Replayed
+from undertow.ir.pytorch import operation_of
+from undertow.ops.own import GENERATOR_STATE, kernel, replayed
 from undertow.ops.tables import make_plan
 from undertow.report.decisions import Reason, is_within
 from undertow.report.plan_summary import explain, module_paths, plan_to_dict, print_plan
 from undertow.report.reasons import find_decisions
-from undertow.report.timeline import Task, Timeline
+from undertow.report.timeline import Timeline
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -21,8 +22,8 @@ UNIT = 4000  # bytes of a value
 KIND = TensorType(torch.float32, (1000,), (1,), CPU)
 CODE_KIND = TensorType(torch.uint8, (125,), (1,), CPU)
 STATE_KIND = TensorType(torch.uint8, (5056,), (1,), CPU)
-PACK = OwnOperation("pack_signs", lambda x: x)
-SELECT = OwnOperation("select_by_bits", lambda ct, code: ct)
+PACK = kernel("pack_signs", lambda x: x)
+SELECT = kernel("select_by_bits", lambda ct, code: ct)
 NODE_US = 10
 HELD = {"parameters": 1000, "batch": UNIT}
 
@@ -36,9 +37,10 @@ class Example:
         self.values["c_code"] = Value("c_code", CODE_KIND)
         self.values["state"] = Value("state", STATE_KIND)
 
-    def node(self, target, reads, makes, layer, derived_from=""):
+    def node(self, target, reads, makes, layer, derived_from="", task=Task.FIRST):
         arguments = tuple(self.values.get(name, name) for name in reads)
-        return Node(target, arguments, {}, (self.values[makes],), Origin(layer, "net.py", 7, derived_from))
+        phase = Phase.BACKWARD if derived_from and task is not Task.ENCODE else Phase.FORWARD
+        return Node(target, arguments, {}, (self.values[makes],), Origin(layer, "net.py", 7, derived_from), phase, task)
 
     def program(self, nodes, num_forward):
         return Program(
@@ -72,16 +74,16 @@ class Example:
         first = self.base().nodes
         nodes = [
             *first[:3],
-            node(PACK, ["c"], "c_code", "relu", "c"),
+            node(PACK, ["c"], "c_code", "relu", "c", Task.ENCODE),
             first[3],
             first[4],
-            node(SELECT, ["ct_c", "c_code"], "ct_b", "relu", "c"),
-            node(aten.cos.default, ["x"], "a_again", "block.first"),
-            node(aten.exp.default, ["a_again"], "b_again", "block.second"),
+            node(SELECT, ["ct_c", "c_code"], "ct_b", "relu", "c", Task.READ_CODE),
+            node(aten.cos.default, ["x"], "a_again", "block.first", task=Task.AGAIN),
+            node(aten.exp.default, ["a_again"], "b_again", "block.second", task=Task.AGAIN),
             node(aten.mul.Tensor, ["ct_b", "b_again"], "ct_a", "block.second", "b"),
             node(aten.mul.Tensor, ["ct_a", "a_again"], "ct_x", "block.first", "a"),
         ]
-        bases = (0, 1, 2, 5, 3, 4, 5, 0, 1, 6, 7)
+        bases = [(base,) for base in (0, 1, 2, 5, 3, 4, 5, 0, 1, 6, 7)]
         repeats = {self.values["a_again"]: self.values["a"], self.values["b_again"]: self.values["b"]}
         return self.program(nodes, 5), bases, repeats
 
@@ -101,13 +103,6 @@ def plan_of(budget_bytes=None, **about):
         lower_bound_ns=100_000,
         **about,
     )
-
-
-def test_every_operation_has_its_task():
-    tasks = Timeline(plan_of()).tasks
-    assert [position for position, task in enumerate(tasks) if task is Task.SECOND_RUN] == [7, 8]
-    assert (tasks[3], tasks[6]) == (Task.ENCODE, Task.READ_CODE)
-    assert {tasks[position] for position in (0, 1, 2, 4, 5, 9, 10)} == {Task.FIRST_RUN}
 
 
 def test_bytes_of_every_moment_are_those_of_the_plan():
@@ -165,7 +160,7 @@ def test_a_value_made_again_only_for_another_saves_nothing():
     # exp writes over what cos made: one piece of memory, one decision, two operations.
     assert [(item.value, item.saved_bytes, item.num_operations) for item in made_again] == [("b", UNIT, 2)]
     nodes[9] = example.node(aten.mul.Tensor, ["ct_b", "c"], "ct_a", "block.second", "b")
-    nodes[8] = example.node(aten.cat.default, ["a_again"], "b_again", "block.second")
+    nodes[8] = example.node(aten.cat.default, ["a_again"], "b_again", "block.second", task=Task.AGAIN)
     plan = make_plan(example.program(nodes, 5), base=example.base(), bases=bases, repeats=repeats, budget_bytes=1)
     chain = next(item for item in find_decisions(plan).total.recomputed if item.value == "a")
     assert (chain.saved_bytes, chain.reason) == (0, Reason.PART_OF_CHAIN)
@@ -175,14 +170,15 @@ def test_a_replayed_operation_names_its_recorded_state():
     example = Example()
     node = example.node
     nodes = list(example.base().nodes)
-    state = node(GENERATOR_STATE, ["generator"], "state", "noise")
-    again = node(Replayed(aten.bernoulli.default, CPU), ["state", "c"], "d_again", "noise")
+    state = node(GENERATOR_STATE, ["generator"], "state", "noise", task=Task.RECORD_STATE)
+    repeated = replayed(operation_of(aten.bernoulli.default), CPU)
+    again = node(repeated, ["state", "c"], "d_again", "noise", task=Task.AGAIN)
     reader = node(aten.mul.Tensor, ["ct_d", "d_again"], "ct_c", "noise", "d")
     program = example.program([*nodes[:3], state, nodes[3], again, reader, *nodes[5:]], 5)
     plan = make_plan(
         program,
         base=example.base(),
-        bases=(0, 1, 2, -1, 3, 3, 4, 5, 6, 7),
+        bases=[(0,), (1,), (2,), (), (3,), (3,), (4,), (5,), (6,), (7,)],
         repeats={example.values["d_again"]: example.values["d"]},
     )
     (item,) = find_decisions(plan).total.recomputed

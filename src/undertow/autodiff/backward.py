@@ -21,7 +21,6 @@ from undertow.ir import (
     Gradient,
     Input,
     InputKind,
-    Live,
     Node,
     Origin,
     Phase,
@@ -35,7 +34,7 @@ from undertow.ir import (
 )
 from undertow.ir.schema import bind_arguments, flatten_outputs, functional_of
 from undertow.ops.cleaning import remove_unused
-from undertow.ops.interpret import generator_of, state_type_of
+from undertow.ops.interpret import generator_of, state_type_of, without_live
 from undertow.ops.opaque import (
     custom_function_backward,
     gradients_given,
@@ -235,7 +234,7 @@ class _Backward(Recorder):
         wanted = [inputs[index] for index in positions]
         with self.on_fakes():
             try:
-                fakes = target(*_without_live(map_values((*args, None), lambda value: self.tensor(value).fake)))
+                fakes = target(*without_live(map_values((*args, None), lambda value: self.tensor(value).fake)))
             except Exception:  # the operation cannot run on fake tensors; contiguous is the usual layout
                 fakes = tuple(_empty_like(value) for value in wanted)
         return self._emit(target, (*args, state), wanted, fakes)
@@ -248,8 +247,8 @@ class _Backward(Recorder):
                 for value in node.inputs
                 if value in self.active or isinstance(value.type, TensorType)
             }
-            args = _without_live(map_values(node.args, tensors.__getitem__))
-            kwargs = _without_live(map_values_of(node.kwargs, tensors.__getitem__))
+            args = without_live(map_values(node.args, tensors.__getitem__))
+            kwargs = without_live(map_values_of(node.kwargs, tensors.__getitem__))
             try:
                 outputs = flatten_outputs(node.target(*args, **kwargs))
                 reached = [output for output in outputs if output is not None and output.requires_grad]
@@ -332,15 +331,6 @@ def _refuse_sparse_gradient(node: Node) -> None:
                 f"{node.name} ({node.origin}) makes a sparse gradient, and only dense strided tensors can be planned; "
                 f"make it with {name}=False"
             )
-
-
-def _without_live(item: Any) -> Any:
-    """Arguments with None for a generator: what runs without data draws nothing."""
-    if isinstance(item, dict):
-        return {name: _without_live(part) for name, part in item.items()}
-    if isinstance(item, tuple | list):
-        return tuple(map(_without_live, item))
-    return None if isinstance(item, Live) else item
 
 
 def _is_complex(node: Node) -> bool:

@@ -63,6 +63,11 @@ def declare(overload: OpOverload, **facts: Any) -> None:
     _DECLARED.setdefault(overload, {}).update(facts)
 
 
+def declared(fact: str) -> dict[OpOverload, Any]:
+    """The operations of which a fact was declared, and what it is."""
+    return {overload: facts[fact] for overload, facts in _DECLARED.items() if fact in facts}
+
+
 _RECORDS: dict[OpOverload, Operation] = {}
 
 

@@ -38,6 +38,15 @@ def bind_arguments_of(item: Any, environment: Mapping[Value, Any], live: Mapping
     return item
 
 
+def without_live(item: Any) -> Any:
+    """Arguments with None for a generator: what runs without data draws nothing."""
+    if isinstance(item, dict):
+        return {name: without_live(part) for name, part in item.items()}
+    if isinstance(item, tuple | list):
+        return tuple(map(without_live, item))
+    return None if isinstance(item, Live) else item
+
+
 def generator_of(node: Node) -> Live:
     """The generator that a random node draws from: one that it was given, or PyTorch's own for its device."""
     given = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, Live)]

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from undertow.ir import Node, Operation, TensorType, Value, map_values
 from undertow.ir.pytorch import operation_of
 from undertow.ir.schema import flatten_outputs, functional_of
+from undertow.ops.interpret import without_live
 
 aten = torch.ops.aten
 
@@ -164,7 +165,7 @@ def _work_through_autograd(node: Node) -> Work | None:
     args = (*node.args[:-1], None)
     with _disable_current_modes(), FakeTensorMode(), _Counter() as counter:
         try:
-            node.operation(*map_values(args, _fake))
+            node.operation(*without_live(map_values(args, _fake)))
         except Exception:  # the operation needs real tensors
             return None
     return counter.work
@@ -179,7 +180,8 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.work += _work_of_call(operation_of(func), args, kwargs or {}, tuple(flatten_outputs(result)))
+        if func.namespace != "prim":  # questions about a tensor
+            self.work += _work_of_call(operation_of(func), args, kwargs or {}, tuple(flatten_outputs(result)))
         return result
 
 
