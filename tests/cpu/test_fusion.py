@@ -118,7 +118,7 @@ def test_levels_of_a_deep_sum_do_not_grow(programs: list[Program]) -> None:
             return x
 
     ut.train_step(Residual(), (torch.randn(8, 16),), targets=(torch.randn(8, 16),), loss=torch.nn.functional.mse_loss)
-    assert max(len(group.reads) for group in _groups(programs[1])) <= 6
+    assert max(len(group.fragment.reads) for group in _groups(programs[1])) <= 6
 
 
 def test_the_same_step_is_fused_the_same_way(programs: list[Program]) -> None:
@@ -143,5 +143,5 @@ def test_compiled_groups_compute_the_same(programs: list[Program]) -> None:
 def test_groups_hold_neither_products_nor_draws(programs: list[Program]) -> None:
     model, args, targets, loss = _workload("gpt")
     ut.train_step(model, args, targets=targets, loss=loss)
-    names = {node.name for group in _groups(programs[1]) for node in group.nodes if not node.operation.is_view}
+    names = {node.name for group in _groups(programs[1]) for node in group.fragment.nodes if not node.operation.is_view}
     assert not [name for name in names if name.startswith(("mm", "addmm", "bmm", "convolution", "bernoulli"))]

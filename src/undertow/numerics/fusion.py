@@ -20,12 +20,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from undertow.ir import Node, Program, Value, map_values
+from undertow.ir.fragment import Fragment
 from undertow.ir.pytorch import operation_of
 from undertow.numerics.alignment import align_products
 from undertow.numerics.expansion import expand
 from undertow.numerics.keeping import find_kept
 from undertow.ops.cleaning import remove_unused
-from undertow.ops.fused import Group, fused, is_free, is_fusible
+from undertow.ops.fused import fused, is_free, is_fusible
 
 
 def fuse(program: Program) -> Program:
@@ -285,9 +286,9 @@ def _join_nodes(piece: _Piece) -> Node:
                 kwargs={"dtype": node.args[1]},
             )
         return replace(node, outputs=tuple(piece.makes.get(value) if value else None for value in node.outputs))
-    group = Group(piece.nodes, piece.reads, tuple(piece.makes))
+    fragment = Fragment(piece.nodes, piece.reads, tuple(piece.makes))
     last = piece.nodes[-1]
-    return Node(fused(group), piece.reads, {}, tuple(piece.makes.values()), last.origin, last.phase)
+    return Node(fused(fragment), piece.reads, {}, tuple(piece.makes.values()), last.origin, last.phase)
 
 
 def _delay_repeats(pieces: Sequence[_Piece]) -> list[_Piece]:

@@ -8,17 +8,17 @@ operations one by one.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from undertow.ir import Node, Value, map_values
+from undertow.ir.fragment import Fragment
 from undertow.ir.operation import Operation, operation_maker
 from undertow.ir.schema import schema_of
 from undertow.ops.interpret import run_node
@@ -33,40 +33,18 @@ _COMPILED: dict[str, Callable[[list[Any]], Sequence[torch.Tensor]]] = {}
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """What runs as one. Groups that do the same with the same types are equal."""
+    """A fragment as something that can be called and compiled."""
 
-    nodes: tuple[Node, ...]
-    reads: tuple[Value, ...]
-    makes: tuple[Value, ...]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Group) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+    fragment: Fragment
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        compiled = _COMPILED.get(self.key)
+        compiled = _COMPILED.get(self.fragment.key)
         if compiled is not None:
             return tuple(compiled(list(tensors)))
-        environment: dict[Value, Any] = dict(zip(self.reads, tensors, strict=True))
-        for node in self.nodes:
+        environment: dict[Value, Any] = dict(zip(self.fragment.reads, tensors, strict=True))
+        for node in self.fragment.nodes:
             run_node(node, environment)
-        return tuple(environment[value] for value in self.makes)
-
-    @cached_property
-    def key(self) -> str:
-        """The same for groups that do the same with the same types."""
-        numbers = {value: number for number, value in enumerate(self.reads)}
-        lines = [str(value.type) for value in self.reads]
-        for node in self.nodes:
-            arguments = map_values((node.args, tuple(node.kwargs.values())), lambda value: f"v{numbers[value]}")
-            for value in node.named_outputs:
-                numbers[value] = len(numbers)
-            places = [None if value is None else numbers[value] for value in node.outputs]
-            lines.append(f"{places} = {node.name} {arguments} {list(node.kwargs)}")
-        lines.append(f"return {[(numbers[value], str(value.type)) for value in self.makes]}")
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return tuple(environment[value] for value in self.fragment.makes)
 
     def compile(self) -> None:
         """Have Inductor compile the group, unless one like it was compiled before.
@@ -74,7 +52,7 @@ class Group:
         What Inductor makes is called directly: AOTAutograd's wrapper around it, which sees to aliases and mutations
         that a group does not have, takes longer than a small kernel.
         """
-        if self.key in _COMPILED:
+        if self.fragment.key in _COMPILED:
             return
         from torch._inductor import lowering  # noqa: F401  its decompositions use it without importing it
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -83,38 +61,21 @@ class Group:
 
         def compile_inner(graph: torch.fx.GraphModule, examples: Sequence[Any], **settings: Any) -> Any:
             (results,) = graph.graph.find_nodes(op="output")[0].args
-            assert len(results) == len(self.makes) and len(examples) == len(self.reads)
+            assert len(results) == len(self.fragment.makes) and len(examples) == len(self.fragment.reads)
             found.append(compile_fx_inner(graph, examples, **settings))
             return found[-1]
 
         with torch.no_grad():
-            compile_fx(self._as_graph(), [_make_example(value) for value in self.reads], inner_compile=compile_inner)
-        (_COMPILED[self.key],) = found
-
-    def parts(self) -> list[Group]:
-        """For each result the smaller group, if there is one, that makes it elementwise from the others as well."""
-        found = []
-        maker = {value: node for node in self.nodes for value in node.named_outputs}
-        for wanted in self.makes:
-            stop = {*self.reads, *self.makes} - {wanted}
-            nodes: set[Node] = set()
-            reads: dict[Value, None] = {}
-            waiting = [wanted]
-            while waiting:
-                value = waiting.pop()
-                if value in stop:
-                    reads[value] = None
-                elif maker[value] not in nodes:
-                    nodes.add(maker[value])
-                    waiting += maker[value].inputs
-            if all(map(is_free, nodes)) and not reads.keys().isdisjoint(self.makes):
-                found.append(Group(tuple(node for node in self.nodes if node in nodes), tuple(reads), (wanted,)))
-        return found
+            examples = [_make_example(value) for value in self.fragment.reads]
+            compile_fx(self._as_graph(), examples, inner_compile=compile_inner)
+        (_COMPILED[self.fragment.key],) = found
 
     def _as_graph(self) -> torch.fx.GraphModule:
         graph = torch.fx.Graph()
-        found: dict[Value, Any] = {value: graph.placeholder(f"v{place}") for place, value in enumerate(self.reads)}
-        for node in self.nodes:
+        found: dict[Value, Any] = {
+            value: graph.placeholder(f"v{place}") for place, value in enumerate(self.fragment.reads)
+        }
+        for node in self.fragment.nodes:
             args = map_values(node.args, found.__getitem__)
             kwargs = {name: map_values(item, found.__getitem__) for name, item in node.kwargs.items()}
             result = graph.call_function(node.target, args, kwargs)
@@ -122,7 +83,7 @@ class Group:
                 if value is not None:
                     is_part = node.operation.returns_tuple
                     found[value] = graph.call_function(operator.getitem, (result, place)) if is_part else result
-        graph.output(tuple(found[value] for value in self.makes))
+        graph.output(tuple(found[value] for value in self.fragment.makes))
         return torch.fx.GraphModule(torch.nn.Module(), graph)
 
 
@@ -154,22 +115,42 @@ def is_free(node: Node) -> bool:
 
 
 @operation_maker
-def fused(group: Group) -> Operation:
-    """The group as an operation."""
-    names = list(dict.fromkeys(node.name.partition(".")[0] for node in group.nodes))
+def fused(fragment: Fragment) -> Operation:
+    """A fragment as one operation."""
+    names = list(dict.fromkeys(node.name.partition(".")[0] for node in fragment.nodes))
     shown = "+".join(names[:3]) + (f"+{len(names) - 3}" if len(names) > 3 else "")
-    is_on_gpu = any(value.tensor_type.device.type == "cuda" for value in group.makes)
+    group = Group(fragment)
+    is_on_gpu = any(value.tensor_type.device.type == "cuda" for value in fragment.makes)
     return Operation(
-        f"fused({shown})#{group.key}",
+        f"fused({shown})#{fragment.key}",
         group,
         returns_tuple=True,
-        second_runs=partial(_make_parts_again, group),
+        second_runs=partial(_make_parts_again, fragment),
         compile=group.compile if is_on_gpu else None,
     )
 
 
-def _make_parts_again(group: Group, node: Node) -> Iterator[Node]:
-    values = {**dict(zip(group.reads, node.args, strict=True)), **dict(zip(group.makes, node.outputs, strict=True))}
-    for part in group.parts():
+def _make_parts_again(whole: Fragment, node: Node) -> Iterator[Node]:
+    values = {**dict(zip(whole.reads, node.args, strict=True)), **dict(zip(whole.makes, node.outputs, strict=True))}
+    for part in _find_parts(whole):
         args, outputs = (tuple(values[value] for value in side) for side in (part.reads, part.makes))
         yield replace(node, operation=fused(part), args=args, outputs=outputs)
+
+
+def _find_parts(whole: Fragment) -> Iterator[Fragment]:
+    """For each result the smaller fragment, if there is one, that makes it elementwise from the others as well."""
+    maker = {value: node for node in whole.nodes for value in node.named_outputs}
+    for wanted in whole.makes:
+        stop = {*whole.reads, *whole.makes} - {wanted}
+        nodes: set[Node] = set()
+        reads: dict[Value, None] = {}
+        waiting = [wanted]
+        while waiting:
+            value = waiting.pop()
+            if value in stop:
+                reads[value] = None
+            elif maker[value] not in nodes:
+                nodes.add(maker[value])
+                waiting += maker[value].inputs
+        if all(map(is_free, nodes)) and not reads.keys().isdisjoint(whole.makes):
+            yield Fragment(tuple(node for node in whole.nodes if node in nodes), tuple(reads), (wanted,))
