@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import undertow as ut
+from undertow.ir.structure import tensors_in
 
 
 def f64(*shape):
@@ -62,6 +63,34 @@ def test_vjp_of_several_outputs():
     assert torch.allclose(found[0], cotangent["product"] @ b.t() + cotangent["sum"])
     with pytest.raises(ut.CallError, match="shapes of the output"):
         pull_back({"product": f64(3, 3), "sum": f64()})
+
+
+def test_vjp_of_a_tensor_returned_twice_adds_its_cotangents():
+    def twice(x):
+        y = x.sin()
+        return {"first": y, "rest": [x.detach(), x, y.sum(), (x, y)]}
+
+    x = f64(3)
+    cts = [f64(3), f64(3), f64(3), f64(), f64(3), f64(3)]
+    leaf = x.clone().requires_grad_()
+    outputs = [tensor for _, tensor in tensors_in(twice(leaf))]
+    reached = [(output, ct) for output, ct in zip(outputs, cts, strict=True) if output.requires_grad]
+    (expected,) = torch.autograd.grad([output for output, _ in reached], leaf, [ct for _, ct in reached])
+    _, pull_back = ut.vjp(twice, x)
+    (found,) = pull_back({"first": cts[0], "rest": [*cts[1:4], tuple(cts[4:])]})
+    assert torch.equal(expected, found)
+
+
+def test_second_derivatives_where_two_arguments_share_their_gradient():
+    def function(x, y, unused, also_unused):
+        return ((x + y) ** 3).sum()
+
+    args, vectors = (f64(3), f64(3), f64(2), f64()), (f64(3), f64(3), f64(2), f64())
+    _, expected = torch.autograd.functional.hvp(function, args, vectors)
+    found = ut.hvp(function, args, vectors)
+    assert all(torch.allclose(left, right) for left, right in zip(expected, found, strict=True))
+    rows = zip(torch.func.hessian(function, (0, 1))(*args), ut.hessian(function, (0, 1))(*args), strict=True)
+    assert all(torch.allclose(left, right) for row in rows for left, right in zip(*row, strict=True))
 
 
 def test_bad_calls():

@@ -18,7 +18,7 @@ from undertow.autodiff.backward import backward_as_forward, differentiate
 from undertow.capture.capture import Captured, capture
 from undertow.errors import CallError
 from undertow.ir import InputKind, Program, Value
-from undertow.ir.structure import Slot, fill_slots, replace_tensors, tensors_in
+from undertow.ir.structure import Slot, fill_slots, leaves_in, replace_tensors, tensors_in
 from undertow.ops.traced_tensor import TracedTensor
 from undertow.runtime.direct import DirectRun
 
@@ -53,6 +53,7 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Any], 
     outputs = recorded.captured.program.outputs
     run, places = recorded.run(outputs)
     value = fill_slots(recorded.captured.skeleton, run.outputs)
+    slots = [slot.index for _, slot in leaves_in(recorded.captured.skeleton, Slot)]
 
     def pull_back(cotangent: Any) -> tuple[Any, ...]:
         cts = [tensor for _, tensor in tensors_in(cotangent)]
@@ -62,7 +63,8 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Any], 
                 f"the cotangent must have the shapes of the output {[tuple(tensor.shape) for tensor in expected]}, "
                 f"got {[tuple(ct.shape) for ct in cts]}"
             )
-        return recorded.arrange(run.backward([cts[place] for place in places]))
+        sums = _sum_by(slots, cts)
+        return recorded.arrange(run.backward([sums[place] for place in places]))
 
     return value, pull_back
 
@@ -187,12 +189,12 @@ class _SecondOrder:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], argnums: Argnums) -> None:
         self.recorded = _Recorded(function, args, {}, argnums)
         first = self.recorded.differentiate([self.recorded.scalar_output()], is_composed=True)
-        gradients = [item.value for item in first.gradients if item.value is not None]
+        self._gradients = [(item.input, item.value) for item in first.gradients if item.value is not None]
+        gradients = list(dict.fromkeys(value for _, value in self._gradients))  # one may be that of several inputs
         forward = backward_as_forward(first, gradients)
         wanted = [value for value in self.recorded.wanted if value is not None]
         second = differentiate(forward, gradients, wanted, is_composed=self.recorded.is_nested)
         self._seeded = [_seeded(second, index) for index in range(len(second.cotangents))]
-        self._owner = {item.value: item.input for item in first.gradients if item.value is not None}
         seeds = [
             torch.ones(
                 item.value.tensor_type.shape, dtype=item.value.tensor_type.dtype, device=item.value.tensor_type.device
@@ -204,9 +206,9 @@ class _SecondOrder:
 
     def product(self, vectors: list[torch.Tensor]) -> dict[Value, Any]:
         """The Hessian times `vectors`, one per leaf."""
-        by_input = dict(zip(self.recorded.wanted, vectors, strict=True))
-        cts = [by_input[self._owner[value]] for value in self._seeded]
-        return self._run.backward(cts)
+        by_input = _sum_by(self.recorded.wanted, vectors)
+        cts = _sum_by([value for _, value in self._gradients], [by_input[owner] for owner, _ in self._gradients])
+        return self._run.backward([cts[value] for value in self._seeded])
 
 
 def _fresh(tensor: torch.Tensor, is_wanted: bool) -> torch.Tensor:
@@ -214,6 +216,15 @@ def _fresh(tensor: torch.Tensor, is_wanted: bool) -> torch.Tensor:
     if isinstance(tensor, TracedTensor):
         return tensor.view_as(tensor) if is_wanted else tensor
     return tensor.detach().requires_grad_(is_wanted)
+
+
+def _sum_by(keys: Sequence[Any], tensors: Sequence[Any]) -> dict[Any, Any]:
+    """The sum of the tensors that share a key other than None, added in their order, as autograd adds them."""
+    sums: dict[Any, Any] = {}
+    for key, tensor in zip(keys, tensors, strict=True):
+        if key is not None:
+            sums[key] = sums[key] + tensor if key in sums else tensor
+    return sums
 
 
 def _seeded(program: Program, index: int) -> Value:

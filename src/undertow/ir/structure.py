@@ -12,7 +12,7 @@ import enum
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -21,6 +21,8 @@ import torch
 _WITHOUT_TENSORS = (type, enum.Enum, types.ModuleType, types.FunctionType)
 
 ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
+
+Leaf = TypeVar("Leaf")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,21 +35,29 @@ class Slot:
         return memo.tensors[self.index] if isinstance(memo, _SlotMemo) else self
 
 
-def tensors_in(tree: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in `tree` with its path, such as `[0]['mask']` or `.loss`; `above` are the ids of what holds it."""
-    if isinstance(tree, torch.Tensor):
+def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in `tree` with its path, such as `[0]['mask']` or `.loss`."""
+    return leaves_in(tree, torch.Tensor, path)
+
+
+def leaves_in(tree: Any, kind: type[Leaf], path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Leaf]]:
+    """Every object of `kind` in `tree` with its path; `above` are the ids of what holds it.
+
+    The slots of a skeleton come in the order of the tensors that fill them.
+    """
+    if isinstance(tree, kind):
         yield path, tree
     elif isinstance(tree, ATOMS) or id(tree) in above:
         return
     elif isinstance(tree, tuple | list):
         for index, item in enumerate(tree):
-            yield from tensors_in(item, f"{path}[{index}]", (*above, id(tree)))
+            yield from leaves_in(item, kind, f"{path}[{index}]", (*above, id(tree)))
     elif isinstance(tree, dict):
         for name, item in tree.items():
-            yield from tensors_in(item, f"{path}[{name!r}]", (*above, id(tree)))
+            yield from leaves_in(item, kind, f"{path}[{name!r}]", (*above, id(tree)))
     elif not isinstance(tree, _WITHOUT_TENSORS):
         for name, item in getattr(tree, "__dict__", {}).items():
-            yield from tensors_in(item, f"{path}.{name}", (*above, id(tree)))
+            yield from leaves_in(item, kind, f"{path}.{name}", (*above, id(tree)))
 
 
 def list_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
