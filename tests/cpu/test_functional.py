@@ -249,6 +249,10 @@ def test_nothing_agrees_where_the_function_is_not_finite():
         ut.check_gradients(lambda a: a.log().sum(), (torch.tensor([-1.0, 2.0]),))
 
 
+def test_a_function_that_returns_its_argument_is_checked_by_that_output_too():
+    assert ut.check_gradients(lambda a: (a, a.sin(), a), (f64(3),)).ok
+
+
 def test_wrong_argnums_and_arguments_are_named():
     x = torch.randn(3, dtype=torch.float64)
     with pytest.raises(ut.CallError, match="argnums"):

@@ -485,3 +485,56 @@ def test_values_are_freed_at_their_last_use():
     assert planned.plan.peak_bytes > 0
     source = planned.undertow_runner.variant_for((torch.randn(8, 64),), {}).step().code.source
     assert source.count("del ") > len(planned.plan.nodes) // 2
+
+
+class Weighted(nn.Module):
+    """`function(weight, x)`."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-2.0, 1.0, 4))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.weight, x)
+
+
+@pytest.mark.parametrize("budget", [None, "1MiB"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda weight, x: weight.norm(0),  # carries a gradient, and hands none over
+        lambda weight, x: (weight * x).norm(0),
+        lambda weight, x: (weight.norm(0), (weight * x).sum()),
+        lambda weight, x: weight.sign().sum(),  # the gradient does not depend on the cotangent
+        lambda weight, x: weight,
+        lambda weight, x: (weight.view(2, 2), weight),
+        lambda weight, x: x,
+        lambda weight, x: x * 2,
+        lambda weight, x: (weight * 2).detach(),
+        lambda weight, x: torch.ones(3),
+        lambda weight, x: weight.argmax(),
+        lambda weight, x: None,
+        lambda weight, x: (),
+    ],
+)
+def test_passes_without_operations(function, budget):
+    def act(model):
+        outputs = model(x)
+        tensors = [item for item in (outputs if isinstance(outputs, tuple) else (outputs,)) if item is not None]
+        carriers = [item for item in tensors if item.requires_grad]
+        torch.autograd.backward(carriers, [torch.full_like(item, 0.5) for item in carriers])
+        return tensors
+
+    x = torch.linspace(-1.0, 1.0, 12).view(3, 4)
+    eager, model = Weighted(function), Weighted(function)
+    planned = ut.plan(model, (x,), budget=budget, costs="model")
+    expected, found = run_both((eager, planned), act)
+    assert all(same_bits(left, right) for left, right in zip(expected, found, strict=True))
+    assert [item.requires_grad for item in expected] == [item.requires_grad for item in found]
+    assert str(planned.plan)
+
+
+def test_a_module_whose_outputs_carry_no_gradient_is_measured_forward():
+    model, x = Weighted(lambda weight, x: (weight * x).detach()), torch.randn(3, 4)
+    assert ut.measure(ut.plan(model, (x,)), x).peak_bytes == ut.measure(model, x).peak_bytes

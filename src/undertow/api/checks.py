@@ -298,8 +298,7 @@ class _Subject:
 
     def _analytic(self) -> dict[str, torch.Tensor]:
         program = self.captured.program
-        inputs = {item.value for item in program.inputs}
-        outputs = [value for value in program.outputs if value in program.differentiable and value not in inputs]
+        outputs = [value for value in program.outputs if value in program.differentiable]
         joint = differentiate(program, outputs, [item.value for item in self.wanted])
         self._restore_generators()
         with torch.no_grad():

@@ -18,7 +18,8 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     """Run a step twice: for its time, and under the profiler for its peak.
 
     `step` is what `train_step` returned, or a module, planned or not: of a module, forward and backward from a sum of
-    its outputs. A step trains as it always does; of a module, gradients are dropped before each run.
+    its outputs, forward alone where none carries a gradient. A step trains as it always does; of a module, gradients
+    are dropped before each run.
     """
     given = [tensor for _, tensor in tensors_in((args, kwargs))]
     if isinstance(step, TrainStep):
@@ -31,7 +32,11 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
         raise CallError(f"step must be a train_step or a module, got {type(step).__name__}")
 
     def call() -> None:
-        _sum_of(step(*args, **kwargs)).backward(torch.empty(0))
+        carriers = [tensor for _, tensor in tensors_in(step(*args, **kwargs)) if tensor.requires_grad]
+        if carriers:
+            total = _Sum.apply(*carriers)
+            carriers.clear()
+            total.backward(torch.empty(0))
 
     step.zero_grad(set_to_none=True)
     seconds = _time(call)
@@ -39,10 +44,6 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     runner = getattr(step, "undertow_runner", None)
     held = [] if runner is None else runner.persistent_tensors()
     return replace(measure_call(call, [*step.parameters(), *step.buffers(), *held], given), step_s=seconds)
-
-
-def _sum_of(outputs: Any) -> torch.Tensor:
-    return _Sum.apply(*(tensor for _, tensor in tensors_in(outputs) if tensor.requires_grad))
 
 
 class _Sum(torch.autograd.Function):

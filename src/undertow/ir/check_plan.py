@@ -131,6 +131,8 @@ class _Replay:
             if storage not in self.present or value not in self.valid[storage]:
                 raise PlanError(f"{value} is a result of the step and is not there at its end{self._why(value)}")
         leaked = self.present - self.inputs - self.ends.keys()
+        if not self.program.second_pass:  # no operation comes after the cotangents: they end with the step
+            leaked -= {self.storage(item.value) for item in self.program.cotangents}
         if leaked:
             values = sorted(str(value) for value, storage in self.tables.storage.items() if storage in leaked)
             raise PlanError(f"{', '.join(values)}: never freed")

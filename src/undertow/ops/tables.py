@@ -15,7 +15,7 @@ from undertow.ir.cost import Cost, signature
 from undertow.ir.plan import ARENA_GAPS
 from undertow.ir.program import Node
 from undertow.ops.destinations import assumed_workspace, find_movable
-from undertow.ops.lifetimes import FOREVER, Lifetimes, find_lifetimes, kept_values
+from undertow.ops.lifetimes import Lifetimes, find_lifetimes, kept_values
 from undertow.ops.placement import place
 from undertow.ops.reuse import reuse_dead_inputs
 
@@ -123,7 +123,7 @@ def _live_bytes(tables: Tables, program: Program, lifetimes: Lifetimes, held_byt
         if born >= 0:
             # Cotangents that nothing reads come after the last operation, and are counted with it.
             change[max(min(born, len(program.nodes) - 1), 0)] += root.type.allocated_bytes
-            if lifetimes.last_use[root] < FOREVER:
+            if lifetimes.last_use[root] < len(program.nodes):
                 change[lifetimes.last_use[root] + 1] -= root.type.allocated_bytes
     totals, alive = [], held_bytes
     for delta, workspace in zip(change, tables.workspace_bytes, strict=False):

@@ -67,6 +67,7 @@ class _Builder:
             if node.operation.hands_over is not None
         }
         self.last_of_chain: dict[str, int] = {}  # the token of the last node so far
+        self.crossed: list[int] = []  # the token of a boundary whose cotangents nobody reads: it has to run too
         self.index: dict[Value | str, int] = {}
         self.sizes: list[int] = []
         self.kinds: list[Kind] = []
@@ -84,12 +85,13 @@ class _Builder:
                 order.append(self._add_boundary())
             if node.shared_input is None:
                 order.append(self._add_node(position, node))
-        if self.program.cotangents and not self.program.second_pass:
+        if not self.program.second_pass and (self.program.cotangents or not self.rows):  # a schedule has a run
             order.append(self._add_boundary())
         for alternative in alternatives:
             if not self._is_bound(alternative.node.named_outputs):
                 self._add_alternative(alternative)
         targets = {self._at_the_end(value) for value in self.program.ends} - {None}
+        targets.update(self.crossed)
         targets.update(self.last_of_chain.values())
         reads, writes, destroys, costs, repeats, reuse = zip(*self.rows, strict=True)
         instance = make_instance(
@@ -162,9 +164,14 @@ class _Builder:
         program = self.program
         reads = self._storages([*program.outputs, *(update.value for update in program.updates)])
         reads += [token for token in self.last_of_chain.values() if token not in reads]
-        destroys = [self.index[update.input] for update in program.updates]
+        destroys = [self.index[update.input] for update in program.updates if update.input in self.index]
         reads += [item for item in destroys if item not in reads]
         writes = self._storages([item.value for item in program.cotangents])
+        read = {value for node in program.second_pass for value in node.inputs}
+        read.update(item.value for item in program.gradients if item.value is not None)
+        if read.isdisjoint(item.value for item in program.cotangents):
+            self.crossed = [self._value("boundary", 0)]
+            writes += self.crossed
         return self._add(Kind(BOUNDARY), (reads, writes, destroys, Cost(0, 0), False, (-1, -1)))
 
     def _add_alternative(self, alternative: Alternative) -> None:

@@ -191,8 +191,10 @@ class Run:
         """The gradients that segment `index` of the expected step completes, by input."""
         if self.finished is not None:
             return self.finished
-        assert self.slots is not None
         segments = self.step.code.segments
+        if not segments:
+            return {}
+        assert self.slots is not None
         gradients = self._run(segments[index], self.slots)
         if index == len(segments) - 1:
             self.slots = None
@@ -279,8 +281,9 @@ def attach_backward(run: Run, outputs: list[Any], differentiable: Sequence[int])
     # Inputs the expected gradient does not reach may be reached by another; they wait at the last segment.
     owners = [gradient.input for gradient in step.program.gradients if gradient.value is None]
     token = None
-    for index in range(len(step.code.segments) - 1, -1, -1):
-        owners += [gradient.input for gradient in step.code.segments[index].gradients]
+    # Without a segment, the output still has a history in eager: one node that hands over nothing.
+    for index in range(max(len(step.code.segments), 1) - 1, -1, -1):
+        owners += [item.input for segment in step.code.segments[index : index + 1] for item in segment.gradients]
         leaves = [run.inputs[step.input_index[owner]] for owner in owners]
         token = _SegmentNode.apply(run, index, owners, token, *leaves)
         owners = []
