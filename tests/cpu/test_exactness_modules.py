@@ -1,14 +1,17 @@
 """Small modules with the constructs that capture must carry: bits of three training steps as eager has them."""
 
 import dataclasses
+import math
 
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import assert_same_steps
+from exactness import assert_same_steps, same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+import undertow as ut
 
 
 class Bare(nn.Module):
@@ -284,3 +287,53 @@ def test_not_finite_inputs(bad):
     x = torch.randn(4, 8)
     x[1, 2] = bad
     assert_same_steps(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), (x,), {}, lambda out: out.sum())
+
+
+class FunctionOf(nn.Module):
+    def __init__(self, function, *weights):
+        super().__init__()
+        self.function = function
+        self.weights = nn.ParameterList([weight.clone() for weight in weights])
+
+    def forward(self):
+        return self.function(*self.weights)
+
+
+def assert_gradients_of_eager(function, *weights):
+    """Bits of a planned module's gradients and of `ut.vjp`'s, which has zeros where eager has no gradient."""
+    leaves = [weight.clone().requires_grad_() for weight in weights]
+    outputs = function(*leaves)
+    ct = -torch.ones_like(outputs)
+    outputs.backward(ct)
+    model = FunctionOf(function, *weights)
+    ut.plan(model, ())().backward(ct)
+    pulled_back = ut.vjp(function, *weights)[1](ct)
+    for leaf, parameter, cotangent in zip(leaves, model.parameters(), pulled_back, strict=True):
+        gradient = None if leaf.grad is None else leaf.grad.clone()  # the clone of a ZeroTensor has memory
+        assert same_bits(gradient, parameter.grad)
+        assert same_bits(torch.zeros_like(cotangent) if gradient is None else gradient, cotangent)
+
+
+def test_gradients_that_are_left_out():
+    product, multiply = torch.linalg.householder_product, torch.ormqr
+    assert_gradients_of_eager(lambda a, t: product(a * 2, t), torch.randn(0, 0), torch.randn(0))
+    assert_gradients_of_eager(lambda a, t: product(a * 2, t), torch.randn(5, 5), torch.randn(0))
+    assert_gradients_of_eager(lambda a, t: product(a * 2, t), torch.randn(5, 3), torch.randn(3))
+    assert_gradients_of_eager(multiply, torch.randn(5, 0), torch.randn(0), torch.randn(5, 2))
+    assert_gradients_of_eager(multiply, torch.randn(0, 2, 2), torch.randn(0, 2), torch.randn(0, 2, 2))
+    assert_gradients_of_eager(multiply, torch.randn(5, 3), torch.randn(3), torch.randn(5, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_the_zeros_of_sgn_are_not_computed_with(dtype):
+    x = torch.tensor([-2.0, 0.0, 3.0, -0.5, math.inf, 1.0]).to(dtype)
+    for function in (
+        lambda x: (x * -2).sgn(),
+        lambda x: (x.view(2, 3) / -3).t().sgn(),
+        lambda x: (x * math.inf).sgn(),
+        lambda x: (x * -1).sgn() + (x * -1).exp(),
+        lambda x: (x * -1).exp() + (x * -1).sgn(),
+        lambda x: (scaled := x * -1).sgn() * scaled.exp(),
+        lambda x: (scaled := x * -1) * 0 + scaled.sgn(),
+    ):
+        assert_gradients_of_eager(function, x)

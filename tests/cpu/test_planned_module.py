@@ -538,3 +538,9 @@ def test_passes_without_operations(function, budget):
 def test_a_module_whose_outputs_carry_no_gradient_is_measured_forward():
     model, x = Weighted(lambda weight, x: (weight * x).detach()), torch.randn(3, 4)
     assert ut.measure(ut.plan(model, (x,)), x).peak_bytes == ut.measure(model, x).peak_bytes
+
+
+def test_a_cotangent_without_memory():
+    eager, model = (Weighted(lambda weight, x: weight.exp() * x * 3 * 2) for _ in range(2))
+    planned = ut.plan(model, (torch.ones(3, 4),))
+    run_both((eager, planned), lambda model: model(torch.ones(3, 4)).sgn().sum().backward())

@@ -38,6 +38,7 @@ from undertow.ops.interpret import generator_of, state_type_of, without_live
 from undertow.ops.opaque import (
     custom_function_backward,
     gradients_given,
+    gradients_of,
     gradients_through_autograd,
     through_autograd,
 )
@@ -47,6 +48,10 @@ from undertow.ops.traced_tensor import TracedTensor
 from undertow.ops.tracing import Namer, Recorder
 
 aten = torch.ops.aten
+
+# What PyTorch does not compute where an argument is a ZeroTensor, one that it knows to be zero without memory: the
+# product with a negative number, or with an infinite one, is zero as well.
+_STAY_ZERO = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor)
 
 
 def differentiate(
@@ -100,6 +105,35 @@ class _Backward(Recorder):
         self.complete: dict[Value, Value] = {}
         self.generator_states: dict[Node, Node] = {}
         self.active: set[Value] = set()
+        self.zeros: set[Value] = set()  # which are ZeroTensors in eager: the derivative of sgn, and what comes of it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._efficientzerotensor.default:
+            return self._make_zeros(*args, **kwargs)
+        if not self.zeros:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        is_zero = [isinstance(item, TracedTensor) and self.value_of(item) in self.zeros for item in args[:2]]
+        if any(is_zero) and (stays := self._stay_zero(func, args, is_zero)) is not None:
+            return stays
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if any(is_zero) and isinstance(func, OpOverload) and schema_of(func).is_view:
+            self.zeros.update(self.value_of(item) for item in flatten_outputs(result) if item is not None)
+        return result
+
+    def _stay_zero(self, func: Any, args: Any, is_zero: list[bool]) -> torch.Tensor | None:
+        """What eager makes of ZeroTensors without computing; None if it computes."""
+        if func is aten.add.Tensor and is_zero[0] and TensorType.of(args[0]) == TensorType.of(args[1]):
+            return args[1]
+        if func not in _STAY_ZERO or (func is aten.div.Tensor and not is_zero[0]):
+            return None
+        with self.on_fakes():
+            found = func(*self.fakes_of(args))
+        return self._make_zeros(found.shape, dtype=found.dtype, device=found.device)
+
+    def _make_zeros(self, shape: Sequence[int], **options: Any) -> torch.Tensor:
+        made: torch.Tensor = super().__torch_dispatch__(aten.zeros.default, (), (list(shape),), options)
+        self.zeros.add(self.value_of(made))
+        return made
 
     def origin(self) -> Origin:
         if self.node is None:
@@ -228,16 +262,20 @@ class _Backward(Recorder):
         inputs = list(node.inputs)
         positions = tuple(index for index, value in enumerate(inputs) if value in self.active)
         values = tuple(None if ct is None else self.value_of(ct) for ct in cts)
-        state = self._generator_state(node) if node.operation.is_random else None
-        target = through_autograd(node.operation, positions)
         args: Any = (node.args, tuple(node.kwargs), tuple(node.kwargs.values()), values)
-        wanted = [inputs[index] for index in positions]
         with self.on_fakes():
+            fake_args = map_values((*args, None), lambda value: self.tensor(value).fake)
             try:
-                fakes = target(*without_live(map_values((*args, None), lambda value: self.tensor(value).fake)))
+                _, found = gradients_of(node.operation, positions, *without_live(fake_args))
             except Exception:  # the operation cannot run on fake tensors; contiguous is the usual layout
-                fakes = tuple(_empty_like(value) for value in wanted)
-        return self._emit(target, (*args, state), wanted, fakes)
+                found = tuple(_empty_like(inputs[index]) for index in positions)
+        # Without a dependence, as of an empty product, eager leaves the gradient out: it is no tensor of zeros.
+        reached = {index: fake for index, fake in zip(positions, found, strict=True) if fake is not None}
+        if not reached:
+            return []
+        state = self._generator_state(node) if node.operation.is_random else None
+        target = through_autograd(node.operation, tuple(reached))
+        return self._emit(target, (*args, state), [inputs[index] for index in reached], list(reached.values()))
 
     def _is_differentiable_by_autograd(self, node: Node) -> bool:
         """Whether PyTorch has a derivative for it; some operations that only move numbers lack one for complex ones."""

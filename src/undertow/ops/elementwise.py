@@ -44,13 +44,21 @@ register(Op(aten.neg.default, (composed(self=lambda c, ct: -ct),), over(-2, 2)))
 # Piecewise constant: the derivative is 0 wherever it exists, and eager takes 0 at the jumps too.
 for piecewise_constant in (
     aten.sign.default,
-    aten.sgn.default,
     aten.floor.default,
     aten.ceil.default,
     aten.round.default,
     aten.trunc.default,
 ):
     register(Op(piecewise_constant, (composed(self=lambda c, ct: aten.zeros_like(ct)),), over(0.1, 0.4)))
+
+# y = sgn x        ct_x = 0, which eager has as a ZeroTensor; complex numbers go through autograd
+register(
+    Op(
+        aten.sgn.default,
+        (composed(self=lambda c, ct: aten._efficientzerotensor(ct.shape, dtype=ct.dtype, device=ct.device)),),
+        over(0.1, 0.4),
+    )
+)
 
 register(
     Op(

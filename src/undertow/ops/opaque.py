@@ -92,7 +92,8 @@ def _run_function_backward(
     wanted: tuple[int, ...], context: FunctionContext, *cts: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
     with with_autograd():
-        return _pull_back(context.outputs, [context.leaves[position] for position in wanted], cts)
+        leaves = [context.leaves[position] for position in wanted]
+        return _without_gaps(leaves, gradients_through_autograd(context.outputs, leaves, cts))
 
 
 @operation_maker
@@ -104,7 +105,7 @@ def through_autograd(inner: Operation, wanted: tuple[int, ...]) -> Operation:
     """
     return Operation(
         f"through_autograd[{inner.name}]",
-        partial(_differentiate, inner, wanted),
+        lambda *args: _without_gaps(*gradients_of(inner, wanted, *args)),
         returns_tuple=True,
         lets_go=False,
         can_repeat=False,
@@ -112,7 +113,7 @@ def through_autograd(inner: Operation, wanted: tuple[int, ...]) -> Operation:
     )
 
 
-def _differentiate(
+def gradients_of(
     inner: Operation,
     wanted: tuple[int, ...],
     args: Any,
@@ -120,7 +121,8 @@ def _differentiate(
     kwargs_values: Any,
     cts: Any,
     state: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor | None, ...]]:
+    """What is wanted of an operation without a rule, and its cotangents; None where PyTorch finds no dependence."""
     leaves: list[torch.Tensor] = []
 
     def make_leaves(arguments: Any) -> Any:
@@ -138,11 +140,11 @@ def _differentiate(
             outputs = flatten_outputs((inner.overload or inner.run)(*leaf_args, **leaf_kwargs))
         else:
             outputs = list(replayed(inner, leaves[0].device)(state, *leaf_args, **leaf_kwargs))
-        return _pull_back(outputs, [leaves[position] for position in wanted], cts)
+        reached = [leaves[position] for position in wanted]
+        return reached, gradients_through_autograd(outputs, reached, cts)
 
 
-def _pull_back(outputs: list[Any], leaves: list[torch.Tensor], cts: Any) -> tuple[torch.Tensor, ...]:
-    found = gradients_through_autograd(outputs, leaves, cts)
+def _without_gaps(leaves: list[torch.Tensor], found: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(
         torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)
     )

@@ -154,7 +154,8 @@ class Run:
             self.remember(pattern)
         self._hide_hooks(step)
         slots = self.slots if step is self.step and self.slots is not None else self._replay(step)
-        slots[: step.code.num_cotangents] = [ct for ct in cts if ct is not None]
+        # A ZeroTensor has no memory, and operations write over cotangents that they are the last to read.
+        slots[: step.code.num_cotangents] = [ct.clone() if ct._is_zerotensor() else ct for ct in cts if ct is not None]
         self.slots, self.finished = slots, None
         if step is not self.step:
             self.slots, self.finished = None, {}
