@@ -188,6 +188,60 @@ def test_a_miss_leaves_no_trace():
     assert planned.norm.num_batches_tracked == 6
 
 
+class Lazy(nn.Sequential):
+    """Its first layer has a shape, the others do not yet."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.LazyLinear(4), nn.Dropout(0.5), nn.LazyBatchNorm1d(affine=False))
+
+    def total(self, x):
+        return self(x).sum()
+
+
+LAZY_CALLS = {
+    "plan": lambda m, x: ut.plan(m, (x,)),
+    "plan with optimizer": lambda m, x: ut.plan(m, (x,), optimizer=torch.optim.SGD(m.parameters())),
+    "train_step": lambda m, x: ut.train_step(m, (x,), loss=torch.sum, optimizer=torch.optim.SGD(m.parameters())),
+    "train_step within a budget": lambda m, x: ut.train_step(m, (x,), loss=torch.sum, budget="1MiB"),
+    "tradeoff": lambda m, x: ut.tradeoff(m, (x,), loss=torch.sum),
+    "largest_batch": lambda m, x: ut.largest_batch(m, lambda n: ((x[:n],), ()), loss=torch.sum, budget="1MiB"),
+    "measure": lambda m, x: ut.measure(m, x),
+    "inspect": lambda m, x: ut.inspect(m, (x,)),
+    "trace": lambda m, x: ut.trace(m, (x,)),
+    "check_gradients": lambda m, x: ut.check_gradients(m, (x,)),
+    "grad": lambda m, x: ut.grad(m.total)(x),
+    "vjp": lambda m, x: ut.vjp(m.total, x),
+    "hvp": lambda m, x: ut.hvp(m.total, (x,), (x,)),
+    "hessian": lambda m, x: ut.hessian(m.total)(x),
+    "a loss that is lazy": lambda m, x: ut.train_step(nn.Linear(8, 8), (x,), loss=m.total),
+}
+
+
+@pytest.mark.parametrize("call", LAZY_CALLS.values(), ids=LAZY_CALLS.keys())
+def test_lazy_modules_have_to_be_called_once_first(call):
+    """Refused in one line, and the model is left as it was: its first call gives what it gives in eager."""
+    model, other, x = Lazy(), Lazy(), torch.randn(4, 8)
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(ut.CaptureError, match=r"^[^\n]*\(lazy\) parameter[^\n]*; run the model once first$"):
+        call(model, x)
+    results = []
+    for item in (model, other):
+        torch.manual_seed(0)
+        results.append(item(x))
+    assert torch.equal(*results)
+
+
+def test_a_planned_model_that_becomes_lazy():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(4, 8)
+    planned = ut.plan(model, (x,))
+    model[1] = nn.LazyLinear(3)
+    for _ in range(2):
+        with pytest.raises(ut.CaptureError, match="module 1 has uninitialized"):
+            planned(x)
+    model[1](x)
+    assert torch.equal(planned(x), nn.Sequential(*model)(x))
+
+
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
 def test_wrapped_models_are_refused(wrap):
     with pytest.raises(ut.CallError, match="give the module inside it"):

@@ -33,6 +33,7 @@ def returns_list(): return nn.Linear(WIDTH, 4), [torch.randn(2, WIDTH)]
 def returns_four(): return nn.Linear(WIDTH, 4), (), {}, None
 def leaves(): raise SystemExit(0)
 number = 3
+def lazy(): return nn.LazyLinear(4), (torch.randn(2, WIDTH),)
 
 class Wrong(torch.autograd.Function):
     @staticmethod
@@ -188,6 +189,10 @@ WRONG = {
     ("inspect", "my_models.py:returns_number"): "returned int",
     ("inspect", "my_models.py:returns_list"): "returned (Linear, list)",
     ("inspect", "my_models.py:returns_four"): "returned (Linear, tuple, dict, NoneType)",
+    ("plan", "my_models.py:lazy"): "(lazy) parameters; run the model once first",
+    ("inspect", "my_models.py:lazy"): "(lazy) parameters; run the model once first",
+    ("check", "my_models.py:lazy"): "(lazy) parameters; run the model once first",
+    ("train", "my_models.py:lazy", "--data", "digits"): "(lazy) parameters; run the model once first",
     ("check", "my_models.py:alone"): "--input 8,3,224,224, or write example_inputs(batch)",
     ("inspect", "my_models.py:with_args", "--batch", "2"): "leave --batch out",
     ("inspect", "my_models.py:alone", "--input", "2,5"): "float32[2,5]: RuntimeError: mat1 and mat2 shapes",

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from undertow.errors import CallError
+from undertow.ops.lazy_modules import refuse_lazy
 
 
 def check_call(model: Any, args: Any, kwargs: Any) -> None:
-    """Raise CallError unless `model` is a plain module, `args` a tuple and `kwargs` a dict or None."""
+    """Raise CallError unless `model` is a plain module, `args` a tuple and `kwargs` a dict or None.
+
+    CaptureError is for a lazy module that was never called.
+    """
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         raise CallError("model is wrapped in torch.compile; give the module inside it, model._orig_mod")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
@@ -24,6 +28,7 @@ def check_call(model: Any, args: Any, kwargs: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise CallError(f"model must be an nn.Module, got {type(model).__name__}; for a function use ut.grad")
     check_arguments(args, kwargs)
+    refuse_lazy(dict(model.named_modules()))
 
 
 def check_argnums(argnums: Any, args: tuple[Any, ...]) -> tuple[int, ...]:

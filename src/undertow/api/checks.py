@@ -29,6 +29,7 @@ from undertow.errors import CallError, GradientCheckFailed
 from undertow.ir import Input, InputKind, Node, Program, Value
 from undertow.ir.structure import fill_slots, replace_tensors, tensors_in
 from undertow.ops.interpret import generators_of, run_node
+from undertow.ops.lazy_modules import refuse_lazy
 from undertow.ops.own import bind
 from undertow.runtime.direct import DirectRun
 
@@ -194,6 +195,8 @@ class _Subject:
         # Not the user's own seed: directions equal to the inputs would hide mistakes in antisymmetric derivatives.
         self.generator = torch.Generator().manual_seed(0x5EED0000 + seed)
         self.args, self.kwargs = replace_tensors((args, kwargs), _to_float64)
+        if isinstance(subject, torch.nn.Module):
+            refuse_lazy(dict(subject.named_modules()))
         self.module = copy.deepcopy(subject).double() if isinstance(subject, torch.nn.Module) else None
         self.modules = dict(self.module.named_modules()) if self.module is not None else {}
         self.function = self.module.forward if self.module is not None else subject

@@ -11,6 +11,7 @@ import torch
 from undertow.api.training import TrainStep
 from undertow.errors import CallError
 from undertow.ir.structure import tensors_in
+from undertow.ops.lazy_modules import refuse_lazy
 from undertow.runtime.measure import Measurement, measure_call
 
 
@@ -30,6 +31,7 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
         return replace(measured, step_s=seconds)
     if not isinstance(step, torch.nn.Module):
         raise CallError(f"step must be a train_step or a module, got {type(step).__name__}")
+    refuse_lazy(dict(step.named_modules()))
 
     def call() -> None:
         carriers = [tensor for _, tensor in tensors_in(step(*args, **kwargs)) if tensor.requires_grad]

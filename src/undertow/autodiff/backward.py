@@ -32,6 +32,7 @@ from undertow.ir import (
     map_values,
     values_in,
 )
+from undertow.ir.pytorch import operation_of
 from undertow.ir.schema import bind_arguments, flatten_outputs, functional_of
 from undertow.ops.cleaning import remove_unused
 from undertow.ops.interpret import generator_of, state_type_of, without_live
@@ -116,7 +117,7 @@ class _Backward(Recorder):
         if any(is_zero) and (stays := self._stay_zero(func, args, is_zero)) is not None:
             return stays
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if any(is_zero) and isinstance(func, OpOverload) and schema_of(func).is_view:
+        if any(is_zero) and operation_of(func).is_view:
             self.zeros.update(self.value_of(item) for item in flatten_outputs(result) if item is not None)
         return result
 

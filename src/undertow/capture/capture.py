@@ -27,6 +27,7 @@ from undertow.ir import Input, InputKind, Node, Program, Update, Value, check_pr
 from undertow.ir.pytorch import operation_of
 from undertow.ir.structure import Slot, replace_tensors, structure_key, tensors_in
 from undertow.ops.cleaning import remove_unused
+from undertow.ops.lazy_modules import refuse_lazy
 
 # Recording puts functions of PyTorch and attributes of the model aside for the while: one thread at a time.
 _RECORDING = threading.RLock()
@@ -309,6 +310,7 @@ def _refuse_shared_updates(recorder: CaptureRecorder, updates: list[Update]) -> 
 
 
 def _refuse_unrecordable(modules: dict[str, torch.nn.Module]) -> None:
+    refuse_lazy(modules)
     for path, module in modules.items():
         if path and (module._backward_hooks or module._backward_pre_hooks):
             raise CaptureError(
@@ -318,9 +320,4 @@ def _refuse_unrecordable(modules: dict[str, torch.nn.Module]) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"module {path or 'given'} is a TorchScript module; plan the Python module it was made from"
-            )
-        tensors: list[Any] = [*module._parameters.values(), *module._buffers.values()]
-        if any(torch.nn.parameter.is_lazy(tensor) for tensor in tensors):
-            raise CaptureError(
-                f"module {path or 'given'} has uninitialized (lazy) parameters; run the model once first"
             )

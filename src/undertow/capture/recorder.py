@@ -61,6 +61,8 @@ class CaptureRecorder(Recorder):
         twin = self._twins.get(id(tensor))
         if twin is not None:
             return twin
+        if torch.nn.parameter.is_lazy(tensor):
+            raise CaptureError(f"{path} reads an uninitialized (lazy) parameter; run the model once first")
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise CaptureError(
                 f"{path} is a tensor of layout {tensor.layout}; only dense strided tensors can be recorded"

@@ -26,6 +26,7 @@ import torch
 from undertow.errors import CallError, UndertowError
 from undertow.ir.structure import tensors_in
 from undertow.models import ZOO, ZooModel
+from undertow.ops.lazy_modules import refuse_lazy
 
 _OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 _MODELS_FOLDER = os.path.join(_OWN_FOLDER, "models") + os.sep
@@ -178,6 +179,7 @@ def make_model(module: ModuleType, place: str, attribute: str) -> tuple[torch.nn
             f"{attribute}() in {place} returned {describe(made)}: "
             f"it must return a module, (module, args) or (module, args, kwargs) with a tuple args and a dict kwargs"
         )
+    refuse_lazy(dict(model.named_modules()))
     return model, args, kwargs
 
 

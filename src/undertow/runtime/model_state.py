@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from undertow.ir.structure import ATOMS, Same, structure_key
+from undertow.ops.lazy_modules import refuse_lazy
 
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
 _CONTAINERS = frozenset((tuple, list, set, dict))
@@ -160,7 +161,9 @@ class ModelState:
         self._watch([item if item.is_same() else self._watch_module(module) for item, module in pairs])
 
     def _find_modules(self) -> None:
-        self.modules = dict(self._model.named_modules())
+        modules = dict(self._model.named_modules())
+        refuse_lazy(modules)
+        self.modules = modules
         self._children = _Frozen(self._list_children())
         self._watch([self._watch_module(module) for module in self.modules.values()])
 
