@@ -29,6 +29,7 @@ from undertow.api.precision import with_precision
 from undertow.autodiff.backward import differentiate
 from undertow.capture.capture import Captured, capture
 from undertow.capture.origins import place_of
+from undertow.capture.python_state import state_put_back
 from undertow.errors import CallError, InfeasibleBudget
 from undertow.ir import Plan, Program
 from undertow.ir.cost import Cost
@@ -93,7 +94,8 @@ class RunnerMaker:
 
     def __call__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> Runner:
         forward = with_precision(self.terms.numerics, module, forward)
-        return Runner(module, forward, capture, partial(self.plan_step, module), place_of, guess_pattern, NO_LIVE)
+        plan_step = partial(self.plan_step, module)
+        return Runner(module, forward, capture, plan_step, place_of, state_put_back, guess_pattern, NO_LIVE)
 
     def plan_step(self, module: torch.nn.Module, captured: Captured, pattern: Pattern) -> Plan:
         """The plan for gradients from the outputs marked in `pattern`."""

@@ -32,6 +32,7 @@ from undertow.api.precision import with_precision
 from undertow.autodiff.training import AtEnd, Use, add_updates
 from undertow.capture.capture import Captured, capture
 from undertow.capture.origins import place_of
+from undertow.capture.python_state import state_put_back
 from undertow.errors import CallError
 from undertow.ir import Gradient, Node, Phase, Plan, Program, Value
 from undertow.ir.structure import Slot
@@ -144,7 +145,7 @@ class TrainStep:
         self._clip_norm = clip_norm
         live = {} if optimizer is None else {OPTIMIZER.name: optimizer, TRAINING.name: Training(model, optimizer)}
         expect: Callable[[Any], Pattern] = lambda captured: ()  # noqa: E731  the step differentiates its loss itself
-        self._runner = Runner(model, forward, self._capture, self._plan, place_of, expect, live)
+        self._runner = Runner(model, forward, self._capture, self._plan, place_of, state_put_back, expect, live)
         self._bound = self._list_parameters()
         self._updated = set(self._trained())
 

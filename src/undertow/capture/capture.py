@@ -20,12 +20,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.capture.functions import opaque_functions
+from undertow.capture.python_state import Change, Place, Reach, key_of
 from undertow.capture.recorder import CaptureRecorder
-from undertow.capture.side_effects import AttributeWatch, GeneratorWatch, PythonRandomness, no_seeding
+from undertow.capture.side_effects import AttributeWatch, GeneratorWatch, PythonRandomness, has_traced, no_seeding
 from undertow.errors import CaptureError
 from undertow.ir import Input, InputKind, Node, Program, Update, Value, check_program
 from undertow.ir.pytorch import operation_of
-from undertow.ir.structure import Slot, replace_tensors, structure_key, tensors_in
+from undertow.ir.structure import ATOMS, Slot, fill_slots, keep_objects, replace_tensors, structure_key, tensors_in
 from undertow.ops.cleaning import remove_unused
 from undertow.ops.lazy_modules import refuse_lazy
 
@@ -35,11 +36,39 @@ _RECORDING = threading.RLock()
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """An attribute that the forward pass assigns: `owner[name]` takes the skeleton, filled with outputs."""
+    """What the forward pass assigns: an attribute, a hook, a flag of a class. `before` is the key of what was there."""
 
-    owner: dict[str, Any]
-    name: str
+    path: str
+    place: Place
+    before: Any
     skeleton: Any
+    reach: Reach
+    has_tensors: bool  # whether outputs of the step are put into the skeleton
+
+    def apply(self, outputs: list[Any]) -> None:
+        """Assign it, with the outputs of a step."""
+        self.place.write(fill_slots(self.skeleton, outputs))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is an attribute, a parameter, a buffer, a submodule or a hook of a module."""
+        return self.reach is Reach.OWN
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it is none of the model's: an attribute of a class, a global."""
+        return self.reach is Reach.FAR
+
+    @property
+    def is_by_structure(self) -> bool:
+        """Whether what is assigned is told apart by its structure rather than by which object it is."""
+        return self.is_own and (self.has_tensors or isinstance(self.skeleton, ATOMS))
+
+
+def _make_assignment(change: Change, slot: Callable[[torch.Tensor], Slot]) -> Assignment:
+    has_tensors = has_traced(change.after)
+    skeleton = replace_tensors(change.after, slot) if has_tensors else keep_objects(change.after)
+    return Assignment(change.path, change.place, key_of(change.before), skeleton, change.reach, has_tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +132,7 @@ def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict
         _fresh_autocast_cache(),
         _quiet_fake_tensors(),
     ):
-        watch = AttributeWatch(modules, recorder.real_of)
+        watch = AttributeWatch(modules, function, recorder)
         generators = GeneratorWatch(modules, (args, kwargs))
         arguments = _trace_arguments(recorder, function, args, kwargs)
         traced = replace_tensors((args, kwargs), recorder.lift)
@@ -121,7 +150,8 @@ def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict
     if refused:
         raise CaptureError(
             f"the forward pass changes Python state that a recorded step would not change again: "
-            f"{', '.join(refused)}; move the change out of forward, or keep it in a buffer"
+            f"{', '.join(refused)}; move the change out of forward, or keep it in a buffer; if only the first call "
+            f"makes it, call the model once before planning"
         )
     generators.refuse_changes()
     captured = _finish(recorder, result, changes, arguments)
@@ -131,7 +161,8 @@ def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict
 
 def _contents(arguments: Any) -> Any:
     """Where in the arguments which tensor is, and which plain values there are beside them."""
-    return [(path, id(tensor)) for path, tensor in tensors_in(arguments)], structure_key(arguments[1])
+    without_tensors = replace_tensors(arguments, lambda tensor: None)
+    return [(path, id(tensor)) for path, tensor in tensors_in(arguments)], structure_key(without_tensors)
 
 
 @contextmanager
@@ -222,9 +253,7 @@ def _positional_names(function: Any, count: int) -> list[str]:
     return [names[index] if index < len(names) else f"args[{index}]" for index in range(count)]
 
 
-def _finish(
-    recorder: CaptureRecorder, result: Any, changes: list[tuple[dict[str, Any], str, Any]], arguments: dict[Value, int]
-) -> Captured:
+def _finish(recorder: CaptureRecorder, result: Any, changes: list[Change], arguments: dict[Value, int]) -> Captured:
     outputs: list[Value] = []
 
     def slot(tensor: torch.Tensor) -> Slot:
@@ -234,7 +263,7 @@ def _finish(
         return Slot(outputs.index(value))
 
     skeleton = replace_tensors(result, slot)
-    assignments = tuple(Assignment(owner, name, replace_tensors(item, slot)) for owner, name, item in changes)
+    assignments = tuple(_make_assignment(change, slot) for change in changes)
     updates = []
     for item in recorder.inputs:
         storage = recorder.tensors[item.value].alias.storage if item.value in recorder.tensors else None

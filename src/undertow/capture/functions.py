@@ -44,6 +44,8 @@ def opaque_functions(recorder: CaptureRecorder) -> Iterator[None]:
 def _record_function(recorder: CaptureRecorder, function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
     if function.__name__ == "CheckpointFunction":
         recorder.refuse("torch.utils.checkpoint with use_reentrant=True", "use use_reentrant=False")
+    if function is torch.nn.modules._functions.BackwardHookFunction:
+        recorder.refuse("a backward hook of a module", "hook a parameter instead, or remove it before planning")
     is_grad_enabled = torch.is_grad_enabled()
     requires_grad = tuple(is_grad_enabled and isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
     with _disable_current_modes():

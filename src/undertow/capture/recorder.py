@@ -74,10 +74,18 @@ class CaptureRecorder(Recorder):
                 twin.requires_grad_()
         if isinstance(tensor, torch.nn.Parameter):
             twin._is_param = True
+        vars(twin).update(vars(tensor))
         self.inputs.append(Input(value, kind, path))
         self.reals[value] = tensor
         self._twins[id(tensor)] = twin
         return twin
+
+    def held_twins(self) -> Iterator[tuple[str, torch.Tensor, TracedTensor]]:
+        """The tensors that modules hold, each with its path and its twin."""
+        for item in self.inputs:
+            if item.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE):
+                real = self.reals[item.value]
+                yield item.path, real, self._twins[id(real)]
 
     def release(self) -> None:
         super().release()
@@ -87,7 +95,7 @@ class CaptureRecorder(Recorder):
 
     def real_after_capture(self, tensor: TracedTensor) -> torch.Tensor:
         value = getattr(tensor, "value_at_end", None)
-        if value is None or not self._is_constant(value):
+        if value is None or not self.is_constant(value):
             maker = next((node for node in self.nodes if value in node.outputs), None)
             raise CaptureError(
                 f"a tensor that the model made{f' at {maker.origin}' if maker else ''} while it was captured was kept "
@@ -122,7 +130,7 @@ class CaptureRecorder(Recorder):
         value = self.value_of(tensor)
         (real,) = self.evaluate((value,))
         number = real.item()
-        if not self._is_constant(value):
+        if not self.is_constant(value):
             self._guard(GUARD_SCALAR, value, number)
         return number
 
@@ -207,7 +215,8 @@ class CaptureRecorder(Recorder):
                     needed.update(node.inputs)
         return found
 
-    def _is_constant(self, value: Value) -> bool:
+    def is_constant(self, value: Value) -> bool:
+        """Whether the value is the same in every step: it follows from no input and no draw."""
         nodes = self._ancestors((value,))
         inputs = {item.value: item.kind for item in self.inputs}
         sources = {read for node in nodes for read in node.inputs} | {value}

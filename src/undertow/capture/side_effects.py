@@ -1,12 +1,14 @@
 """What recorded code does besides returning a value: attributes it assigns, and random numbers of Python and NumPy.
 
-An attribute that was assigned tensors becomes an output of the Program and is assigned at every step; so are numbers
-and texts. Any other change cannot be repeated by a Program and is refused, with its place.
+An attribute that was assigned tensors becomes an output of the Program and is assigned at every step. So is what needs
+no tensor of the step: numbers and texts, hooks, methods, flags of classes and globals. All of it is undone when the
+recording is over. A change that cannot be made again, such as a new parameter, is refused, with its place.
 """
 
 from __future__ import annotations
 
 import gc
+import operator
 import random
 import sys
 import threading
@@ -19,63 +21,99 @@ from typing import Any
 import torch
 
 from undertow.capture.origins import is_users
+from undertow.capture.python_state import MISSING, Attribute, Change, Contents, Reach, find_holders, holds_traced
+from undertow.capture.recorder import CaptureRecorder
 from undertow.errors import CaptureError
-from undertow.ir.structure import ATOMS, tensors_in
-from undertow.ops.traced_tensor import TracedTensor
+from undertow.ir.structure import ATOMS, structure_key, tensors_in
+from undertow.ops.traced_tensor import TWIN_NAMES, TracedTensor
 from undertow.ops.tracing import Recorder
 
-_INTERNAL = {"_parameters", "_buffers", "_modules"}
+
+def has_traced(item: Any) -> bool:
+    """Whether a traced tensor is in plain sight in `item`."""
+    return any(isinstance(tensor, TracedTensor) for _, tensor in tensors_in(item))
 
 
 class AttributeWatch:
-    """The attributes of every module as they were, to find what the recorded code assigned and to put it back."""
+    """Python state as it was, to find what the recorded code did to it and to put it back."""
 
-    def __init__(self, modules: dict[str, torch.nn.Module], real_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._real_of = real_of
-        self._places: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-        self._containers: list[tuple[str, Any, Any]] = []
-        for path, module in modules.items():
-            plain = {name: item for name, item in module.__dict__.items() if name not in _INTERNAL}
-            self._places.append((path, module.__dict__, plain))
-            for dictionary in (module._parameters, module._buffers):
-                self._places.append((path, dictionary, dict(dictionary)))
-            for name, item in plain.items():
-                if type(item) in (list, dict) and not name.startswith("_") and len(item) < 1000:
-                    self._containers.append((f"{path}.{name}".lstrip("."), item, type(item)(item)))
+    def __init__(self, modules: dict[str, torch.nn.Module], function: Any, recorder: CaptureRecorder) -> None:
+        self._recorder = recorder
+        self._modules = {id(module): module for module in modules.values()}
+        self._classes = [(path, module, type(module)) for path, module in modules.items()]
+        inner = [module for path, module in modules.items() if path]
+        self._unrepeatable = {id(group) for item in inner for group in (item._backward_hooks, item._backward_pre_hooks)}
+        self._forward = [module.__dict__ for path, module in modules.items() if not path]
+        self._holders = find_holders(modules, function)
 
-    def undo(self) -> tuple[list[tuple[dict[str, Any], str, Any]], list[str]]:
-        """Undo every assignment; return those that hold tensors, and the paths of the others."""
-        effects, refused = [], []
-        for path, dictionary, before in self._places:
-            for name in [name for name in dictionary if name not in _INTERNAL]:
-                item = dictionary[name]
-                if name in before and item is before[name]:
-                    continue
-                if name in before and self._is_same(item, before[name]):
-                    continue
-                # A plain Python value is assigned again at every step; the next call then finds another state and is
-                # captured for that.
-                if isinstance(item, ATOMS) or any(isinstance(tensor, TracedTensor) for _, tensor in tensors_in(item)):
-                    effects.append((dictionary, name, item))
-                else:
-                    refused.append(f"{path}.{name}".lstrip("."))
-            for name in [name for name in dictionary if name not in before and name not in _INTERNAL]:
-                del dictionary[name]
-            dictionary.update(before)
-        for path, container, before in self._containers:
-            if len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True)):
-                container.clear()
-                container.extend(before) if isinstance(container, list) else container.update(before)
-                refused.append(path)
-        return effects, refused
+    def undo(self) -> tuple[list[Change], list[str]]:
+        """Undo every change; return those that a step can make again, and the paths of the others.
+
+        Tensors that the code put elsewhere than into attributes stay there, if a step can do without: once the capture
+        is over, they stand for what they were computed to. A log outside of the model keeps what it got, unless the
+        model itself has changed: then it may say so.
+        """
+        repeated, refused = [], []
+        found = [change for holder in self._holders for change in holder.changes(self._is_same)]
+        found += self._changes_of_tensors()
+        if not any(change.reach is not Reach.FAR for change in found):
+            found = [change for change in found if not _is_log(change)]
+        for change in found:
+            has_tensors = change.reach is not Reach.OWN and holds_traced(change.after, self._modules)
+            if has_tensors and (change.reach is not Reach.SHOWN or self._is_constant(change.after)):
+                continue
+            change.place.write(change.before)
+            if has_tensors or not self._is_repeatable(change):
+                refused.append(change.path)
+            else:
+                repeated.append(change)
+        for holder in self._holders:
+            holder.restore_order()
+        for path, module, kind in self._classes:
+            if type(module) is not kind:
+                module.__class__ = kind
+                refused.append(f"{path}.__class__".lstrip("."))
+        return repeated, refused
+
+    def _changes_of_tensors(self) -> Iterator[Change]:
+        """What was done to attributes of the modules' tensors, on their twins."""
+        for path, real, twin in self._recorder.held_twins():
+            before, now = vars(real), {name: item for name, item in vars(twin).items() if name not in TWIN_NAMES}
+            for name in dict.fromkeys((*before, *now)):
+                left, right = before.get(name, MISSING), now.get(name, MISSING)
+                if not self._is_same(left, right):
+                    yield Change(f"{path}.{name}", Attribute(real, name), left, right, Reach.NEAR)
+            if twin.is_leaf and twin.requires_grad != real.requires_grad:
+                place = Attribute(real, "requires_grad")
+                yield Change(f"{path}.requires_grad", place, real.requires_grad, twin.requires_grad, Reach.OWN)
+
+    def _is_constant(self, item: Any) -> bool:
+        traced = [tensor for _, tensor in tensors_in(item) if isinstance(tensor, TracedTensor)]
+        return all(self._recorder.is_constant(self._recorder.value_of(tensor)) for tensor in traced)
+
+    def _is_repeatable(self, change: Change) -> bool:
+        """Whether a step can make the change again: it needs no new parameter, and tensors in plain sight only."""
+        item, place = change.after, change.place
+        if id(place.owner) in self._unrepeatable or (change.reach is Reach.SHOWN and isinstance(place.owner, list)):
+            return False
+        if place.name == "requires_grad" and item and isinstance(place.owner, torch.Tensor):
+            return False  # gradients of this step would have to reach it already
+        if place.name == "forward" and any(place.owner is attributes for attributes in self._forward):
+            return False
+        if isinstance(item, TracedTensor):
+            return not getattr(item, "_is_param", False) or self._recorder.real_of(item) is not item
+        is_plain = not isinstance(item, torch.nn.Module) and not callable(item)
+        return (is_plain and has_traced(item)) or not holds_traced(item, self._modules)
 
     def _is_same(self, left: Any, right: Any) -> bool:
         """Whether an assignment changed nothing: equal Python values, and the same tensors or their traced twins."""
+        if left is right:
+            return True
         if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-            return left is right or (
+            return (
                 isinstance(left, torch.Tensor)
                 and isinstance(right, torch.Tensor)
-                and self._real_of(left) is self._real_of(right)
+                and self._recorder.real_of(left) is self._recorder.real_of(right)
             )
         if type(left) is not type(right):
             return False
@@ -85,7 +123,14 @@ class AttributeWatch:
             return left.keys() == right.keys() and all(self._is_same(left[name], right[name]) for name in left)
         if isinstance(left, weakref.ref):
             return self._is_same(left(), right())
-        return isinstance(left, ATOMS) and left == right
+        return isinstance(left, ATOMS) and structure_key(left) == structure_key(right)
+
+
+def _is_log(change: Change) -> bool:
+    """Whether a list got more items and is otherwise as it was."""
+    if not isinstance(change.place, Contents) or not isinstance(change.before, list):
+        return False
+    return len(change.after) > len(change.before) and all(map(operator.is_, change.after, change.before))
 
 
 @contextmanager

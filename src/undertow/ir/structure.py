@@ -35,6 +35,25 @@ class Slot:
         return memo.tensors[self.index] if isinstance(memo, _SlotMemo) else self
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """An object in a skeleton that is the same one whenever the skeleton is filled."""
+
+    item: Any
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.item
+
+
+def keep_objects(tree: Any) -> Any:
+    """A skeleton of `tree`: containers are made anew when it is filled, what is in them stays."""
+    if type(tree) in (tuple, list):
+        return type(tree)(keep_objects(item) for item in tree)
+    if type(tree) is dict:
+        return {name: keep_objects(item) for name, item in tree.items()}
+    return tree if isinstance(tree, ATOMS) else Kept(tree)
+
+
 def tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in `tree` with its path, such as `[0]['mask']` or `.loss`."""
     return leaves_in(tree, torch.Tensor, path)
@@ -140,6 +159,8 @@ def fill_slots(skeleton: Any, tensors: list[Any]) -> Any:
     """A copy of `skeleton` with every Slot replaced by its tensor."""
     if type(skeleton) is Slot:
         return tensors[skeleton.index]
+    if type(skeleton) is Kept:
+        return skeleton.item
     if isinstance(skeleton, ATOMS):
         return skeleton
     if type(skeleton) in (tuple, list):

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from undertow.ops.tracing import Recorder
 
 
+# The attributes of a traced tensor that the tensor behind it does not have.
+TWIN_NAMES = frozenset(("fake", "alias", "recorder", "value_at_end", "_is_param"))
+
+
 class TracedTensor(torch.Tensor):
     """A tensor without data, as the user's code sees it while it is recorded."""
 

@@ -12,6 +12,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.autograd import forward_ad
 
 from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
 from undertow.ir import Input, InputKind, Node, Plan, Program
-from undertow.ir.structure import ATOMS, fill_slots, list_tensors, structure_key
+from undertow.ir.structure import fill_slots, list_tensors, structure_key
 from undertow.ops.interpret import run_node
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import GuardMiss
@@ -34,6 +35,7 @@ MAX_PREPARED = 4  # evaluations of which the prepared weights are held at the sa
 # How much a call counts after the next one, when variants are tried in the order of their frequency: that of draws at
 # random is known from some twenty calls, and a branch that changes with the phase of training followed after a dozen.
 KEPT_SHARE = 0.95
+MAX_OUTSIDE_STATES = 2  # of something outside the model, until it counts as it was when it was captured
 MAX_NEW_STATES = 8  # captures in a row that each leave the model in a Python state of its own
 # One thread at a time: recording walks over all objects, and a tuple that another thread is building would be among
 # them, which Python answers with a SystemError there.
@@ -94,6 +96,28 @@ def guess_pattern(captured: Any) -> Pattern:
     return (True,) * len(places)
 
 
+class _Followed:
+    """A place beyond the model's own attributes that the forward pass assigned, such as a flag of a class."""
+
+    def __init__(self, assignment: Any) -> None:
+        self.place = assignment.place
+        self._is_outside = assignment.is_outside
+        self._found = {assignment.before}
+
+    def see(self, assignment: Any) -> None:
+        """Count another assignment, and what was there before."""
+        self._found.add(assignment.before)
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether it changes at every call and is none of the model's, as a log is."""
+        return self._is_outside and len(self._found) > MAX_OUTSIDE_STATES
+
+    def key(self) -> Any:
+        """What is there."""
+        return None if self.is_forgotten else self.place.key()
+
+
 _PREPARED = object()  # stands for the prepared weights of a call
 
 
@@ -130,6 +154,7 @@ class Runner:
         capture: Callable[..., Any],
         make_plan: Callable[[Any, Pattern], Plan],
         place_of: Callable[[BaseException], str],
+        state_put_back: Callable[[torch.nn.Module, Any], AbstractContextManager[None]],
         expect: Callable[[Any], Pattern],
         live: Mapping[str, Any],
     ) -> None:
@@ -138,6 +163,7 @@ class Runner:
         self._capture = capture
         self._make_plan = make_plan
         self._place_of = place_of
+        self._state_put_back = state_put_back
         self._expect = expect  # the gradients that a capture will be asked for first
         self.live = live
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
@@ -146,6 +172,7 @@ class Runner:
         self._prepared: list[Step] = []  # those that hold prepared weights, the last used behind
         self._last_run: Step | None = None  # the only one that may hold an arena or a CUDA graph
         self._num_new_states = 0
+        self._followed: list[_Followed] = []  # what forward was seen to assign beyond the model's attributes
         self._state = ModelState(model)
 
     @property
@@ -225,7 +252,8 @@ class Runner:
             yield node, [environment[value] for value in node.named_outputs]
 
     def _lookup(self, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> list[Variant]:
-        key = (structure_key(args), structure_key(kwargs), _sharing(tensors), self._state.key())
+        followed = tuple([item.key() for item in self._followed])
+        key = (structure_key(args), structure_key(kwargs), _sharing(tensors), self._state.key(), followed)
         known, variants = self._last_lookup
         if key != known:
             variants = self._variants.setdefault(key, [])
@@ -258,14 +286,31 @@ class Runner:
                 f"at every step: give it a momentum"
             )
         self._refuse_ever_new_states(captured)
-        if captured.assignments:
-            self._state.mark_assigned((id(item.owner), item.name) for item in captured.assignments)
+        self._follow(captured.assignments)
         variants.append(Variant(captured, self._make_plan, self._expect(captured), self.live))
         return variants[-1]
 
+    def _follow(self, assignments: tuple[Any, ...]) -> None:
+        """Tell calls apart by what the forward pass assigns: another state is another capture."""
+        if not assignments:
+            return
+        by_structure = [item.place for item in assignments if item.is_by_structure]
+        self._state.mark_assigned((id(place.owner), place.name) for place in by_structure)
+        for item in (item for item in assignments if not item.is_own):
+            known = next((other for other in self._followed if other.place.is_at(item.place)), None)
+            if known is not None:
+                known.see(item)
+                continue
+            self._followed.append(_Followed(item))
+            # What was captured before was captured for the place as it was.
+            self._variants = OrderedDict(
+                ((*key[:-1], (*key[-1], item.before)), variants) for key, variants in self._variants.items()
+            )
+            self._last_lookup = (), []
+
     def _refuse_ever_new_states(self, captured: Any) -> None:
         """A model that counts its own calls would be captured anew at every one of them."""
-        names = [item.name for item in captured.assignments if isinstance(item.skeleton, ATOMS)]
+        names = [item.path for item in captured.assignments if not item.has_tensors and not item.is_outside]
         self._num_new_states = self._num_new_states + 1 if names else 0
         if self._num_new_states > MAX_NEW_STATES:
             raise CaptureError(
@@ -274,11 +319,11 @@ class Runner:
             )
 
     def _fail_as_eager_does(self, args: Any, kwargs: Any) -> None:
-        """Run the model itself, so that a wrong call gives eager's own error; leaves generator and buffers alone."""
+        """Run the model itself, so that a wrong call gives eager's own error; leaves generator and state alone."""
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         state = torch.get_rng_state()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._state_put_back(self.model, self.forward):
                 self.forward(*args, **kwargs)
         finally:
             torch.set_rng_state(state)
@@ -326,7 +371,8 @@ class Runner:
                 slots[slot] = slots[slot].detach()
             attach_backward(run, outputs, variant.differentiable)
         for assignment in variant.captured.assignments:
-            assignment.owner[assignment.name] = fill_slots(assignment.skeleton, outputs)
+            if not any(item.is_forgotten and item.place.is_at(assignment.place) for item in self._followed):
+                assignment.apply(outputs)
         return fill_slots(variant.captured.skeleton, outputs)
 
     def release_memory(self) -> None:
