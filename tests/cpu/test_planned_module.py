@@ -131,6 +131,24 @@ def test_given_cotangent_of_a_matrix():
     run_both(pair(), act)
 
 
+def test_a_forward_of_the_instance_is_planned():
+    model, num_calls = nn.Linear(8, 8), []
+    plain = model.forward
+    model.forward = lambda x: [num_calls.append(1), plain(x) * 2][1]
+    x = torch.randn(4, 8)
+    expected = model(x)
+    planned = ut.plan(model, (x,))
+    num_calls.clear()
+    assert same_bits(planned(x), expected) and not num_calls
+    inner = planned.forward
+    planned.forward = lambda x: inner(x) + 1
+    assert same_bits(planned(x), expected + 1)
+    num_calls.clear()  # another forward is another capture
+    assert same_bits(planned(x), expected + 1) and not num_calls
+    del planned.forward
+    assert same_bits(planned(x), plain(x) * 2)
+
+
 def test_requires_grad_toggled_later():
     eager, planned = pair()
     for flag in (False, True):

@@ -422,10 +422,33 @@ def _sharing(tensors: list[torch.Tensor]) -> Any:
     return tuple(map(ids.index, ids)), tuple(map(storages.index, storages))
 
 
+class _Forward:
+    """The forward of a planned module; it stands before one that the model had as an attribute of its own.
+
+    One that is assigned later, such as a wrapper of a trainer, stands before this one.
+    """
+
+    def __init__(self, function: Callable[..., Any], replaced: Any) -> None:
+        self._function, self._replaced = function, replaced
+
+    def __get__(self, module: Any, kind: Any = None) -> Any:
+        if module is None:
+            return self._function
+        assigned = module.__dict__.get("forward", self._replaced)
+        return MethodType(self._function, module) if assigned is self._replaced else assigned
+
+    def __set__(self, module: Any, function: Any) -> None:
+        module.__dict__["forward"] = function
+
+    def __delete__(self, module: Any) -> None:
+        del module.__dict__["forward"]
+
+
 def make_planned(model: torch.nn.Module, make_runner: Callable[[torch.nn.Module, Callable[..., Any]], Runner]) -> Any:
     """A module that runs `model` through a Runner."""
     kind = type(model)
-    original = model.__dict__.get("forward", MethodType(kind.forward, model))
+    replaced = model.__dict__.get("forward")
+    original = MethodType(kind.forward, model) if replaced is None else replaced
     runner = make_runner(model, original)
 
     @functools.wraps(kind.forward)
@@ -439,7 +462,7 @@ def make_planned(model: torch.nn.Module, make_runner: Callable[[torch.nn.Module,
         return make_planned, (model, make_runner)
 
     namespace = {
-        "forward": forward,
+        "forward": _Forward(forward, replaced),
         "__deepcopy__": deepcopy,
         "__reduce_ex__": reduce,
         "__module__": kind.__module__,
