@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import undertow as ut
 from undertow.models import ZOO, token_loss
 from undertow.models.gpt import gpt
-from undertow.runtime.graphs import idle_graph_bytes
+from undertow.runtime.cuda_graphs import idle_graph_bytes
 
 
 def _gpt(num_layers: int, width: int, batch: int) -> Any:

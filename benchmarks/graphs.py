@@ -12,7 +12,7 @@ from typing import Any
 
 from machine import describe_machine
 
-from undertow.api.graphs import solve
+from undertow.api.solving import solve
 
 # Extra time in percent at 90, 80 and 70 % of the base peak, as tabulated in the papers of Moccasin (ICML 2023) and
 # FastSA (NeurIPS 2023); None where nothing was published or the published schedule was over its budget.

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy
 import torch
 
-from undertow.capture.capture import capture
 from undertow.ir import InputKind, Node, Program, Value, map_values
+from undertow.record.capture import capture
 
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 

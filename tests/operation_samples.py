@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-import undertow.ops  # noqa: F401  (registers every family)
+import undertow.rules  # noqa: F401  (registers every family)
 from undertow.ir.schema import schema_of
-from undertow.ops.registry import Case, Op, Sampler, registered_ops
+from undertow.rules.registry import Case, Op, Sampler, registered_ops
 
 # The samples are drawn in float64; what a sample holds in float32 is there for the mixture of precisions.
 PRECISIONS = {

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from undertow.alternatives.registry import Role, find_alternatives
 from undertow.autodiff.backward import differentiate
-from undertow.capture.capture import capture
+from undertow.costs.measuring import model_cost
 from undertow.ir import InputKind, Outcome, Plan
-from undertow.ops.alternatives import Role, find_alternatives
-from undertow.ops.cleaning import remove_unused
-from undertow.ops.shape_only import forget_shape_only_reads
-from undertow.ops.tables import make_plan
+from undertow.ir.cleaning import remove_unused
+from undertow.memory.tables import make_plan
+from undertow.passes.shape_only import forget_shape_only_reads
 from undertow.planner.problem import Kind, Problem, make_problem
 from undertow.planner.rebuild import rebuild
-from undertow.runtime.costs import model_cost
+from undertow.record.capture import capture
 
 HELD_KINDS = {InputKind.PARAMETER: "parameters", InputKind.BUFFER: "buffers", InputKind.ARGUMENT: "batch"}
 

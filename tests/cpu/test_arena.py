@@ -21,7 +21,7 @@ from undertow.runtime.arena import Arena
 @pytest.fixture
 def small_values_in_the_arena(monkeypatch):
     """Steps of tests are small: what they hold would stay with the allocator otherwise."""
-    monkeypatch.setattr("undertow.ops.destinations.FEWEST_BYTES", 1)
+    monkeypatch.setattr("undertow.memory.destinations.FEWEST_BYTES", 1)
 
 
 def share_in_arena(plan: Plan) -> float:

@@ -19,13 +19,13 @@ import undertow as ut
 from undertow.api.budget_planning import CostSource, Terms, find_plan, make_budget_planner, plan_for_budget
 from undertow.api.reports import report_plan
 from undertow.api.training import make_step
+from undertow.costs import cache as cost_cache
+from undertow.costs.cache import cache_path, keep_costs, load_costs
 from undertow.ir.check_plan import check_plan
 from undertow.ir.cost import Cost
 from undertow.ir.structure import tensors_in
+from undertow.memory.placement import ALIGNMENT
 from undertow.models import SMALL, ZOO
-from undertow.ops.placement import ALIGNMENT
-from undertow.runtime import cost_cache
-from undertow.runtime.cost_cache import cache_path, keep_costs, load_costs
 from undertow.runtime.measure import measure_call
 from undertow.runtime.step import Step
 
@@ -40,7 +40,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 @pytest.fixture(autouse=True)
 def small_values_in_the_arena(monkeypatch):
     """These steps are small: what they hold would stay with the allocator otherwise."""
-    monkeypatch.setattr("undertow.ops.destinations.FEWEST_BYTES", 1)
+    monkeypatch.setattr("undertow.memory.destinations.FEWEST_BYTES", 1)
 
 
 def zoo_case(name):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import undertow as ut
-from undertow.runtime.planned import Runner
+from undertow.calls.planned import Runner
 
 
 class Body(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 import undertow as ut
 from undertow.ir.cost import Cost
 from undertow.kernels.elementwise import compile_chain
-from undertow.numerics import chains
+from undertow.passes import chains
 
 pytest.importorskip("numba")
 
@@ -41,7 +41,7 @@ def always_fold(monkeypatch: pytest.MonkeyPatch) -> None:
     def fold(program, measure):
         return plain(program, lambda nodes: lambda node: Cost(1 if node.name.startswith("chain") else 1000, 0))
 
-    monkeypatch.setattr("undertow.numerics.choose.fold_chains", fold)
+    monkeypatch.setattr("undertow.passes.choose.fold_chains", fold)
 
 
 def folded(planned) -> list[str]:

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import undertow as ut
+from undertow.alternatives.registry import Role, find_alternatives
 from undertow.ir import TensorType
 from undertow.models import SMALL
-from undertow.ops.alternatives import Role, find_alternatives
 from undertow.ops.interpret import run_node
 
 CASES = [*SMALL, *(f"hf-{name}" for name in FAMILIES)]

@@ -11,12 +11,12 @@ import torch
 
 import undertow as ut
 from undertow.api import training
+from undertow.fast.groups import Group
 from undertow.ir import Program
 from undertow.ir.check import check_program
 from undertow.ir.cost import signature
 from undertow.models import SMALL
-from undertow.numerics.fusion import fuse
-from undertow.ops.fused import Group
+from undertow.passes.fusion import fuse
 
 NAMES = sorted(SMALL)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import undertow as ut
-from undertow.runtime.graphs import WARM_CALLS, GraphedStep, why_not_captured
+from undertow.runtime.cuda_graphs import WARM_CALLS, GraphedStep, why_not_captured
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from undertow.alternatives.registry import Role, find_alternatives
 from undertow.api.budget_planning import Numerics, Terms
 from undertow.api.inspection import inspect
 from undertow.api.planning import derive, plan
-from undertow.capture.capture import capture
+from undertow.costs.optimizer_state import count_optimizer_state
+from undertow.costs.work import total_work, work_of
 from undertow.errors import CallError
 from undertow.ir import Node, Origin, TensorType, Value
 from undertow.models import SMALL, ZOO, vgg16
-from undertow.ops.alternatives import Role, find_alternatives
-from undertow.ops.work import total_work, work_of
-from undertow.report.optimizer_state import count_optimizer_state
+from undertow.record.capture import capture
 
 FLOAT, INDEX = 4, 8  # bytes
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from undertow.runtime.model_state import ModelState
+from undertow.calls.model_state import ModelState
 
 
 class Settings:

@@ -13,8 +13,8 @@ from schedules import convnet, problem_of, scheduled_plan
 from undertow.api.planning import plan as plan_training
 from undertow.ir import Gradient, Input, InputKind, Node, Origin, Outcome, Phase, Program, TensorType, Value
 from undertow.ir.cost import Cost
+from undertow.memory.tables import make_plan
 from undertow.models import SMALL
-from undertow.ops.tables import make_plan
 from undertow.report.page import render_page, script_json
 from undertow.report.page_bands import MAX_COLUMNS, make_picture
 from undertow.report.plan_summary import explain, print_plan

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import undertow as ut
+from undertow.calls.planned import MAX_CAPTURES
+from undertow.costs.cache import MAX_COSTS, cache_path, keep_costs, load_costs
 from undertow.ir.cost import Cost
 from undertow.kernels.draws import has_pytorch_bits
 from undertow.planner import curve
-from undertow.runtime.cost_cache import MAX_COSTS, cache_path, keep_costs, load_costs
-from undertow.runtime.planned import MAX_CAPTURES
 
 # A network in which every own kernel of `fast` has its place, trained by eager and by Undertow; gives the losses.
 TRAINING = """
@@ -187,7 +187,7 @@ def test_a_corrupt_tuning_cache_is_rebuilt(text, tmp_path, monkeypatch):
 
 def test_the_tuning_cache_of_another_machine_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("undertow.runtime.cost_cache._processor", lambda: "another")
+    monkeypatch.setattr("undertow.costs.cache._processor", lambda: "another")
     foreign = cache_path(torch.device("cpu"))
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

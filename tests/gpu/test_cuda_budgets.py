@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import undertow as ut
 from undertow.models import ZOO
-from undertow.runtime.graphs import GRAPH_EXTRA, idle_graph_bytes
+from undertow.runtime.cuda_graphs import GRAPH_EXTRA, idle_graph_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
+from undertow.alternatives.convolution_parts import INPUT_PART, WEIGHT_PART
+from undertow.kernels.batch_norm_again import has_pytorch_bits, normalise_again
 from undertow.kernels.bits import pack_mask, pack_signs, select_by_bits, unpack_mask
-from undertow.kernels.normalise import has_pytorch_bits, normalise_again
 from undertow.kernels.window_codes import decode_windows, encode_windows
-from undertow.ops.convolution_parts import INPUT_PART, WEIGHT_PART
 
 aten = torch.ops.aten
 

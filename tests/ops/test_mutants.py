@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import undertow as ut
 from undertow.ir.pytorch import operation_of
 from undertow.ir.schema import bind_arguments, schema_of
-from undertow.ops import registry
-from undertow.ops.registry import Call, Case, Op, Sampler, Vjp, registered_ops
+from undertow.rules import registry
+from undertow.rules.registry import Call, Case, Op, Sampler, Vjp, registered_ops
 
 aten = torch.ops.aten
 EPS = torch.finfo(torch.float64).eps

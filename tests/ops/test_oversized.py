@@ -7,7 +7,7 @@ from undertow.ir import TensorType
 from undertow.ir.pytorch import operation_of
 from undertow.ir.schema import flatten_outputs, schema_of
 from undertow.ops.own import compact
-from undertow.ops.registry import Sampler, registered_ops
+from undertow.rules.registry import Sampler, registered_ops
 
 OVERSIZED = {op.target for op in registered_ops() if operation_of(op.target).is_oversized}
 

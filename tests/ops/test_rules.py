@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from undertow.ir.schema import bind_arguments
-from undertow.ops.registry import Call, Case, Op, Vjp, find_op
+from undertow.rules.registry import Call, Case, Op, Vjp, find_op
 
 aten = torch.ops.aten
 

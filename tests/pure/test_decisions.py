@@ -9,8 +9,8 @@ from undertow.errors import CallError
 from undertow.ir import Gradient, Input, InputKind, Node, Origin, Outcome, Phase, Program, Task, TensorType, Value
 from undertow.ir.cost import Cost
 from undertow.ir.pytorch import operation_of
+from undertow.memory.tables import make_plan
 from undertow.ops.own import GENERATOR_STATE, kernel, replayed
-from undertow.ops.tables import make_plan
 from undertow.report.decisions import Reason, is_within
 from undertow.report.plan_summary import explain, module_paths, plan_to_dict, print_plan
 from undertow.report.reasons import find_decisions

@@ -10,11 +10,11 @@ import pytest
 from exhaustive_schedules import frontier
 from planner_instances import chain, tiny, transformer, unet
 
-from undertow.planner.arena import EXCESS, TIME
 from undertow.planner.bounds import lower_bound_peak, lower_bound_time
 from undertow.planner.instance import check_first_runs_in_order, make_instance, replay
 from undertow.planner.search import minimum_peak, search
 from undertow.planner.sequence import current_schedule, make_sequence
+from undertow.planner.state import EXCESS, TIME
 
 MAX_RUNS = 7
 MOVES = 10_000

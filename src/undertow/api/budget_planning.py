@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
+from undertow.alternatives.registry import find_alternatives
 from undertow.api.budgets import parse_budget
 from undertow.api.calls import check_time_limit
+from undertow.costs.cache import MAX_COSTS, cache_path, keep_costs, load_costs
+from undertow.costs.measuring import measure_costs, model_cost
+from undertow.costs.optimizer_state import count_optimizer_state
 from undertow.errors import CallError, InfeasibleBudget
 from undertow.ir import InputKind, Node, Plan, Program, format_bytes
 from undertow.ir.check_plan import check_plan
 from undertow.ir.cost import Cost, signature
 from undertow.ir.plan import Outcome
-from undertow.ops.alternatives import find_alternatives
 from undertow.ops.interpret import NO_LIVE, generator_of, state_type_of
 from undertow.ops.updates import SEPARABLE_OPTIMIZERS
 from undertow.planner.plan import Planner, make_planner
-from undertow.report.optimizer_state import count_optimizer_state
 from undertow.report.peak import find_peak
 from undertow.report.timeline import Role, Timeline
-from undertow.runtime.cost_cache import MAX_COSTS, cache_path, keep_costs, load_costs
-from undertow.runtime.costs import measure_costs, model_cost
-from undertow.runtime.graphs import is_for_graph, with_graph_memory, workspace_bytes
+from undertow.runtime.cuda_graphs import is_for_graph, with_graph_memory, workspace_bytes
 
 
 class CostSource(StrEnum):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from undertow.errors import CallError
-from undertow.ops.lazy_modules import refuse_lazy
+from undertow.record.lazy_modules import refuse_lazy
 
 
 def check_call(model: Any, args: Any, kwargs: Any) -> None:

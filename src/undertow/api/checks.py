@@ -24,13 +24,13 @@ import torch
 from undertow.api.calls import check_argnums, check_arguments
 from undertow.api.functional import Argnums
 from undertow.autodiff.backward import differentiate
-from undertow.capture.capture import capture
 from undertow.errors import CallError, GradientCheckFailed
 from undertow.ir import Input, InputKind, Node, Program, Value
 from undertow.ir.structure import fill_slots, replace_tensors, tensors_in
 from undertow.ops.interpret import generators_of, run_node
-from undertow.ops.lazy_modules import refuse_lazy
 from undertow.ops.own import bind
+from undertow.record.capture import capture
+from undertow.record.lazy_modules import refuse_lazy
 from undertow.runtime.direct import DirectRun
 
 SAFETY = 8.0

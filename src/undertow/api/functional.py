@@ -15,11 +15,11 @@ import torch
 
 from undertow.api.calls import check_argnums, check_arguments
 from undertow.autodiff.backward import backward_as_forward, differentiate
-from undertow.capture.capture import Captured, capture
 from undertow.errors import CallError
 from undertow.ir import InputKind, Program, Value
 from undertow.ir.structure import Slot, fill_slots, leaves_in, replace_tensors, tensors_in
-from undertow.ops.traced_tensor import TracedTensor
+from undertow.record.capture import Captured, capture
+from undertow.record.traced_tensor import TracedTensor
 from undertow.runtime.direct import DirectRun
 
 Argnums = int | Sequence[int]

@@ -9,12 +9,12 @@ import torch
 from undertow.api.budget_planning import Terms
 from undertow.api.calls import check_call, check_optimizer
 from undertow.api.planning import derive
-from undertow.capture.capture import capture
+from undertow.calls.planned import guess_pattern
+from undertow.costs.optimizer_state import count_optimizer_state
 from undertow.ir import Input, InputKind, Program, TensorType, Value
-from undertow.ops.tables import make_plan
+from undertow.memory.tables import make_plan
+from undertow.record.capture import capture
 from undertow.report.inspection import Inspection, inspect_plans
-from undertow.report.optimizer_state import count_optimizer_state
-from undertow.runtime.planned import guess_pattern
 
 
 def inspect(

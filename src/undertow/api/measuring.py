@@ -11,7 +11,7 @@ import torch
 from undertow.api.training import TrainStep
 from undertow.errors import CallError
 from undertow.ir.structure import tensors_in
-from undertow.ops.lazy_modules import refuse_lazy
+from undertow.record.lazy_modules import refuse_lazy
 from undertow.runtime.measure import Measurement, measure_call
 
 

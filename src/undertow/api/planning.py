@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from undertow import ops as ops
+from undertow import alternatives as alternatives  # they and the rules are registered
+from undertow import rules as rules
 from undertow.api.budget_planning import (
     Numerics,
     Preference,
@@ -27,23 +28,23 @@ from undertow.api.budget_planning import (
 from undertow.api.calls import check_call, check_optimizer
 from undertow.api.precision import with_precision
 from undertow.autodiff.backward import differentiate
-from undertow.capture.capture import Captured, capture
-from undertow.capture.origins import place_of
-from undertow.capture.python_state import state_put_back
+from undertow.calls.planned import Runner, differentiable_outputs, guess_pattern, make_planned
 from undertow.errors import CallError, InfeasibleBudget
 from undertow.ir import Plan, Program
+from undertow.ir.cleaning import forget_unread, remove_unused
 from undertow.ir.cost import Cost
-from undertow.numerics.batch_norm_folding import fold_batch_norms
-from undertow.numerics.choose import choose_kernels, lay_out_gradients
-from undertow.numerics.fusion import fuse
-from undertow.numerics.layout import use_channels_last
-from undertow.numerics.preparation import hold_prepared
-from undertow.ops.cleaning import forget_unread, remove_unused
+from undertow.memory.tables import make_plan
 from undertow.ops.interpret import NO_LIVE
-from undertow.ops.oversized import compact_oversized
-from undertow.ops.shape_only import forget_shape_only_reads
-from undertow.ops.tables import make_plan
-from undertow.runtime.planned import Runner, differentiable_outputs, guess_pattern, make_planned
+from undertow.passes.batch_norm_folding import fold_batch_norms
+from undertow.passes.choose import choose_kernels, lay_out_gradients
+from undertow.passes.fusion import fuse
+from undertow.passes.held_weights import hold_prepared
+from undertow.passes.layout import use_channels_last
+from undertow.passes.oversized import compact_oversized
+from undertow.passes.shape_only import forget_shape_only_reads
+from undertow.record.capture import Captured, capture
+from undertow.record.origins import place_of
+from undertow.record.python_state import state_put_back
 from undertow.runtime.step import Pattern
 
 

@@ -19,12 +19,12 @@ from undertow.api.calls import check_call, check_optimizer
 from undertow.api.measuring import measure
 from undertow.api.planning import RunnerMaker, derive
 from undertow.api.precision import with_precision
-from undertow.capture.capture import capture
+from undertow.calls.planned import guess_pattern, make_planned
 from undertow.ir import Plan, Program
+from undertow.record.capture import capture
 from undertow.report.page import render_page
 from undertow.report.plan_summary import plan_to_dict, print_plan
 from undertow.runtime.measure import Measurement
-from undertow.runtime.planned import guess_pattern, make_planned
 
 CANNOT_SEE = (
     "the loss, where it is computed outside the planned module",

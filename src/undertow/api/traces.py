@@ -10,13 +10,13 @@ import torch
 
 from undertow.api.calls import check_arguments
 from undertow.autodiff.backward import backward_as_forward, differentiate_everywhere
-from undertow.capture.capture import capture
 from undertow.errors import CallError
 from undertow.ir import InputKind, Node, Value
+from undertow.ir.cleaning import remove_unused
 from undertow.ir.printer import format_argument
 from undertow.ir.structure import replace_tensors, tensors_in
-from undertow.ops.cleaning import remove_unused
-from undertow.report.graph import GraphNode, Trace
+from undertow.record.capture import capture
+from undertow.report.value_graph import GraphNode, Trace
 from undertow.runtime.direct import DirectRun
 
 

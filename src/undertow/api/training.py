@@ -29,14 +29,11 @@ from undertow.api.budget_planning import (
 from undertow.api.calls import check_call, check_clip_norm, check_training
 from undertow.api.planning import derive
 from undertow.api.precision import with_precision
-from undertow.autodiff.training import AtEnd, Use, add_updates
-from undertow.capture.capture import Captured, capture
-from undertow.capture.origins import place_of
-from undertow.capture.python_state import state_put_back
+from undertow.calls.planned import Runner, differentiable_outputs
 from undertow.errors import CallError
 from undertow.ir import Gradient, Node, Phase, Plan, Program, Value
 from undertow.ir.structure import Slot
-from undertow.ops.tables import make_plan
+from undertow.memory.tables import make_plan
 from undertow.ops.updates import (
     DELIVER_GRADIENT,
     OPTIMIZER,
@@ -46,9 +43,12 @@ from undertow.ops.updates import (
     step_afterwards,
     update_by,
 )
+from undertow.passes.updates import AtEnd, Use, add_updates
 from undertow.planner.curve import Curve
-from undertow.runtime.graphs import is_for_graph, with_graph_memory
-from undertow.runtime.planned import Runner, differentiable_outputs
+from undertow.record.capture import Captured, capture
+from undertow.record.origins import place_of
+from undertow.record.python_state import state_put_back
+from undertow.runtime.cuda_graphs import is_for_graph, with_graph_memory
 from undertow.runtime.step import Pattern
 
 Loss = Callable[..., torch.Tensor]

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from undertow.alternatives.registry import find_alternatives
 from undertow.api.budget_planning import Numerics, Terms, measured_costs, parse_numerics
 from undertow.api.calls import check_call
 from undertow.api.planning import derive
 from undertow.api.precision import with_precision
-from undertow.capture.capture import capture
+from undertow.calls.planned import guess_pattern
 from undertow.ir.cost import signature
-from undertow.ops.alternatives import find_alternatives
-from undertow.runtime.planned import guess_pattern
+from undertow.record.capture import capture
 
 
 @dataclass(frozen=True)

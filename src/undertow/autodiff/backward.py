@@ -32,9 +32,9 @@ from undertow.ir import (
     map_values,
     values_in,
 )
+from undertow.ir.cleaning import remove_unused
 from undertow.ir.pytorch import operation_of
 from undertow.ir.schema import bind_arguments, flatten_outputs, functional_of
-from undertow.ops.cleaning import remove_unused
 from undertow.ops.interpret import generator_of, state_type_of, without_live
 from undertow.ops.opaque import (
     custom_function_backward,
@@ -44,9 +44,9 @@ from undertow.ops.opaque import (
     through_autograd,
 )
 from undertow.ops.own import GENERATOR_STATE
-from undertow.ops.registry import Call, find_op
-from undertow.ops.traced_tensor import TracedTensor
-from undertow.ops.tracing import Namer, Recorder
+from undertow.record.traced_tensor import TracedTensor
+from undertow.record.tracing import Namer, Recorder
+from undertow.rules.registry import Call, find_op
 
 aten = torch.ops.aten
 

@@ -201,7 +201,7 @@ def solve_command(
     is_json: JsonOption = False,
 ) -> int:
     """Plan a bare graph of sizes and times, as published planners are compared on."""
-    from undertow.api.graphs import solve
+    from undertow.api.solving import solve
 
     result = solve(graph, peak, order=order)
     print_result(result, is_json)

@@ -26,7 +26,7 @@ import torch
 from undertow.errors import CallError, UndertowError
 from undertow.ir.structure import tensors_in
 from undertow.models import ZOO, ZooModel
-from undertow.ops.lazy_modules import refuse_lazy
+from undertow.record.lazy_modules import refuse_lazy
 
 _OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 _MODELS_FOLDER = os.path.join(_OWN_FOLDER, "models") + os.sep

@@ -60,6 +60,8 @@ _DECLARED: dict[OpOverload, dict[str, Any]] = {}
 
 def declare(overload: OpOverload, **facts: Any) -> None:
     """Say of one of PyTorch's operations what PyTorch does not: fields of its record, before it is first used."""
+    if overload in _RECORDS:
+        raise ValueError(f"{overload} was used before all was said of it")
     _DECLARED.setdefault(overload, {}).update(facts)
 
 

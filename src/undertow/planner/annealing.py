@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 
 from undertow.kernels.compiler import numba
-from undertow.planner.arena import EXCESS, TIME
 from undertow.planner.moves import draw, draw_unit, drop_run, drop_useless, rerun_before, shift_run, switch_formulation
 from undertow.planner.sequence import commit, roll_back, write_schedule
+from undertow.planner.state import EXCESS, TIME
 
 WINDOW = 100  # moves between two adjustments of the price
 # Indices into the `record` of a search, which lives across calls.

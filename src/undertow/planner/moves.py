@@ -12,7 +12,21 @@ A move leaves the sequence valid or returns False, and then the caller rolls bac
 
 from __future__ import annotations
 
-from undertow.planner.arena import (
+from undertow.planner.sequence import (
+    activate,
+    can_activate,
+    can_deactivate,
+    commit,
+    find_use,
+    has_room,
+    has_use,
+    is_present_before,
+    is_read_at,
+    link_new,
+    peek_excess,
+    remove,
+)
+from undertow.planner.state import (
     CAN_REPEAT,
     DESTROY,
     DURATION,
@@ -50,20 +64,6 @@ from undertow.planner.arena import (
     WRITERS,
     at,
     inner,
-)
-from undertow.planner.sequence import (
-    activate,
-    can_activate,
-    can_deactivate,
-    commit,
-    find_use,
-    has_room,
-    has_use,
-    is_present_before,
-    is_read_at,
-    link_new,
-    peek_excess,
-    remove,
 )
 
 LOG_MAXIMUM_CHAIN = 10

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from undertow.alternatives.registry import Alternative
 from undertow.ir import Node, Outcome, Plan, Program
 from undertow.ir.cost import Cost
-from undertow.ops.alternatives import Alternative
-from undertow.ops.tables import make_plan
+from undertow.memory.tables import make_plan
 from undertow.planner.bounds import lower_bound_time
 from undertow.planner.curve import Curve, find_curve
 from undertow.planner.problem import Problem, make_problem

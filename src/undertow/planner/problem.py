@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from undertow.alternatives.registry import Alternative, Role
 from undertow.ir import Node, Program, Value
 from undertow.ir.cost import Cost
 from undertow.ir.operation import REVERSIBLE
-from undertow.ops.alternatives import Alternative, Role
-from undertow.ops.lifetimes import find_lifetimes, is_dense
+from undertow.memory.lifetimes import find_lifetimes, is_dense
+from undertow.memory.reuse import in_place_operation
 from undertow.ops.own import GENERATOR_STATE_BYTES
-from undertow.ops.reuse import in_place_operation
 from undertow.planner.instance import Instance, make_instance
 
 BOUNDARY = -1  # between the passes: the user's code takes the outputs and brings the cotangents

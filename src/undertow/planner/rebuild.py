@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from undertow.alternatives.registry import Role
 from undertow.ir import Node, Program, Task, Value
 from undertow.ir.program import Gradient, Update
-from undertow.ops.alternatives import Role
 from undertow.ops.interpret import generator_of
 from undertow.ops.own import GENERATOR_STATE
 from undertow.planner.problem import BOUNDARY, Kind, Problem

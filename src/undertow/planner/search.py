@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from undertow.planner.annealing import BEST_RUNS, BEST_TIME, NUM_RECORDS, PRICE, WINDOW, anneal
-from undertow.planner.arena import MAXIMUM_STACK
 from undertow.planner.instance import Instance, Int64s, check_first_runs_in_order, replay
 from undertow.planner.sequence import current_schedule, make_sequence
+from undertow.planner.state import MAXIMUM_STACK
 
 # Temperatures in mean durations of a kind. On the public graphs one long cycle from hot beats many short ones; a search
 # with few moves per kind cannot cool down from that, and starts warm.

@@ -21,7 +21,8 @@ from __future__ import annotations
 import numpy as np
 
 from undertow.kernels.compiler import numba
-from undertow.planner.arena import (
+from undertow.planner.instance import Instance, Int64s
+from undertow.planner.state import (
     BUDGET,
     CAN_REPEAT,
     DESTROY,
@@ -75,7 +76,6 @@ from undertow.planner.arena import (
     inner,
     make_arena,
 )
-from undertow.planner.instance import Instance, Int64s
 
 EMPTY = 1 << 60
 LINKED, ACTIVATED, DEACTIVATED, UNLINKED = 0, 1, 2, 3  # journal entries

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from undertow.costs.optimizer_state import OptimizerState
+from undertow.costs.work import Work, total_work
 from undertow.ir import Input, InputKind, Node, OpaqueType, Plan, Program, TensorType, Value
 from undertow.ir.plan import ARENA_GAPS
-from undertow.ops.lifetimes import Lifetimes, find_lifetimes
-from undertow.ops.work import Work, total_work
-from undertow.report.optimizer_state import OptimizerState
+from undertow.memory.lifetimes import Lifetimes, find_lifetimes
 
 
 @dataclass(frozen=True)

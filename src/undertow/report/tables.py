@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from undertow.costs.work import Work
 from undertow.ir import format_bytes
-from undertow.ops.work import Work
 from undertow.report.columns import MAX_COLUMNS, align, bar, cut, cut_middle, size_or_dash
 from undertow.report.inspection import Inspection, Layer, Memory, Site
 

@@ -16,7 +16,7 @@ import torch
 
 from undertow.ir import Gradient, Live, Node, Program, Value
 from undertow.ir.pytorch import operation_of
-from undertow.ops.lifetimes import find_lifetimes
+from undertow.memory.lifetimes import find_lifetimes
 from undertow.ops.own import bind
 from undertow.runtime.bindings import callable_for
 

@@ -17,7 +17,7 @@ import torch
 
 from undertow.errors import UndertowError
 from undertow.ir import TensorType
-from undertow.runtime.graphs import idle_graph_bytes
+from undertow.runtime.cuda_graphs import idle_graph_bytes
 
 # Two allocations of odd sizes stand at the call's begin and end among the profiler's memory events.
 BEGIN_BYTES, END_BYTES = 12_343, 12_341

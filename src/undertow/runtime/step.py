@@ -20,15 +20,15 @@ import torch
 from undertow.errors import UndertowError
 from undertow.ir import Plan, Value
 from undertow.kernels.threads import survive_forks
+from undertow.memory.lifetimes import find_lifetimes
 from undertow.ops.interpret import generators_of
-from undertow.ops.lifetimes import find_lifetimes
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import bind
 from undertow.runtime.allocator import keep_memory_mapped
 from undertow.runtime.arena import Arena
 from undertow.runtime.code import Segment, StepCode, compile_program
-from undertow.runtime.graphs import GraphedStep
-from undertow.runtime.preparation import Preparation
+from undertow.runtime.cuda_graphs import GraphedStep
+from undertow.runtime.prepared_weights import Preparation
 
 Pattern = tuple[bool, ...]
 

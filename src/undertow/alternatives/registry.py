@@ -1,0 +1,204 @@
+"""Other ways to the same bits, for the planner to choose from.
+
+In: a derived Program. Out: Alternatives, each one node that may run beside or instead of a node of the Program:
+a second run of a random operation under the recorded state, a smaller code of a value, the value decoded again, an
+operation that reads the code instead of the value, or one that makes a part of the outputs from fewer inputs.
+
+What is possible for an operation is said in its family's file by `register_code` (an operation that can read a code of
+its argument), `register_codec` (an output that can be encoded and decoded), `register_second_run` and `register_parts`.
+Boolean values need no record: any mask can be held at one bit per element, by NumPy. Only dense CPU tensors have codes
+so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from undertow.ir import Node, Operation, Program, TensorType, Value
+from undertow.ir.schema import bind_arguments
+from undertow.kernels.bits import num_packed_bytes, pack_mask, pack_signs, unpack_mask
+from undertow.kernels.compiler import HAS_NUMBA
+from undertow.memory.lifetimes import is_dense
+from undertow.ops.own import GENERATOR_STATE_BYTES, register_kernel, replayed
+
+
+class Role(Enum):
+    """What an alternative is good for."""
+
+    SECOND_RUN = "second run"
+    ENCODE = "encode"
+    DECODE = "decode"
+    READ = "read code"
+    PART = "part"
+
+
+@dataclass(frozen=True, eq=False)
+class Alternative:
+    """`node` runs in place of, or besides, the Program's node at `position`.
+
+    Its arguments and outputs are the Program's values, except `code` and `state`, which are its own. `covers` are
+    further nodes whose work it does, the last first; each feeds one of those before it. Where `is_instead`, the
+    Program's node is not repeated as it is.
+    """
+
+    role: Role
+    position: int
+    node: Node
+    covers: tuple[Node, ...] = ()
+    is_instead: bool = False
+    code: Value | None = None
+    state: Value | None = None
+
+
+@dataclass(frozen=True)
+class Code:
+    """Of one of its arguments, `value_of(node)`, a node needs only a code.
+
+    `readers(node, code)` are nodes that take the code instead, and make the same outputs or some of them.
+    """
+
+    value_of: Callable[[Node], Value | None]
+    code_type: Callable[[TensorType], TensorType]
+    encode: Operation
+    readers: Callable[[Node, Value], Iterable[Node]]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """An output in fewer bytes: `encode(value)` and `decode(code)` as (operation, further arguments)."""
+
+    code_type: TensorType
+    encode: tuple[Operation, tuple[Any, ...]]
+    decode: tuple[Operation, tuple[Any, ...]]
+
+
+_CODES: dict[Any, Code] = {}
+_CODECS: dict[Any, dict[int, Callable[[dict[str, Any], TensorType], Codec | None]]] = {}
+# The Program's node that makes a value: a second run may do the work of several.
+Makers = Mapping[Value, Node]
+
+
+@dataclass(frozen=True, eq=False)
+class SecondRun:
+    """A node to run a second time; `covers` and `is_instead` are those of an Alternative."""
+
+    node: Node
+    covers: tuple[Node, ...] = ()
+    is_instead: bool = False
+
+
+_SECOND_RUNS: dict[Any, list[Callable[[Node, Makers], Iterable[SecondRun]]]] = {}
+_PARTS: dict[Any, Callable[[Node], Iterable[Node]]] = {}
+
+
+def register_code(reader: Any, code: Code) -> None:
+    """`reader` can work from a code of one of its arguments, where its loops are compiled."""
+    if HAS_NUMBA:
+        _CODES[reader] = code
+
+
+def register_codec(maker: Any, output: int, codec: Callable[[dict[str, Any], TensorType], Codec | None]) -> None:
+    """Output number `output` of `maker` has a code; `codec` sees the call's arguments and the output's type.
+
+    Where loops are not compiled, encoding would take longer than the step.
+    """
+    if HAS_NUMBA:
+        _CODECS.setdefault(maker, {})[output] = codec
+
+
+def register_second_run(target: Any, second_runs: Callable[[Node, Makers], Iterable[SecondRun]]) -> None:
+    """`target`, run again within a step, may run as another node."""
+    _SECOND_RUNS.setdefault(target, []).append(second_runs)
+
+
+def register_parts(target: Any, parts: Callable[[Node], Iterable[Node]]) -> None:
+    """Each of `parts` makes some of the outputs of a `target` on the CPU; all of them together make all."""
+    _PARTS[target] = parts
+
+
+def find_alternatives(program: Program) -> list[Alternative]:
+    """Every alternative for the nodes of `program`, in their order."""
+    found: list[Alternative] = []
+    for position, node in enumerate(program.nodes):
+        if node.shared_input is not None:
+            continue
+        found += _second_runs(position, node, program.makers)
+        found += _codecs(position, node)
+        if node.target in _CODES:
+            found += _readings(position, node)
+        if node.target in _PARTS:
+            found += [Alternative(Role.PART, position, part) for part in _PARTS[node.target](node)]
+    return found
+
+
+def _second_runs(position: int, node: Node, makers: Makers) -> Iterator[Alternative]:
+    if node.operation.draws(node):
+        device = next(value.tensor_type.device for value in (*node.outputs, *node.inputs) if value is not None)
+        state = Value(f"state_{position}", _bytes_type(GENERATOR_STATE_BYTES))
+        again = replace(node, operation=replayed(node.operation, device), args=(state, *node.args))
+        yield Alternative(Role.SECOND_RUN, position, again, state=state)
+    elif node.operation.is_random:
+        yield Alternative(Role.SECOND_RUN, position, replace(node))
+    for part in node.operation.second_runs(node):
+        yield Alternative(Role.SECOND_RUN, position, part)
+    for second_runs in _SECOND_RUNS.get(node.target, ()):
+        for run in second_runs(node, makers):
+            yield Alternative(Role.SECOND_RUN, position, run.node, run.covers, run.is_instead)
+
+
+def packed_type(kind: TensorType) -> TensorType:
+    """The type of one bit per element of a tensor."""
+    return _bytes_type(num_packed_bytes(kind.num_elements))
+
+
+def _bytes_type(num_bytes: int) -> TensorType:
+    return TensorType(torch.uint8, (num_bytes,), (1,), torch.device("cpu"))
+
+
+PACK_SIGNS = register_kernel("pack_signs", pack_signs, writes_into=True)
+PACK_MASK = register_kernel("pack_mask", pack_mask, writes_into=True)
+UNPACK_MASK = register_kernel("unpack_mask", unpack_mask, writes_into=True)
+
+
+def _codecs(position: int, node: Node) -> Iterator[Alternative]:
+    codecs = _CODECS.get(node.target, {})
+    for index, value in enumerate(node.outputs):
+        if value is None or not isinstance(value.type, TensorType) or value.type.device.type != "cpu":
+            continue
+        kind = value.type
+        codec = codecs[index](bind_arguments(node.target, node.args, node.kwargs), kind) if index in codecs else None
+        if codec is None and kind.dtype is torch.bool and is_dense(value):
+            codec = Codec(packed_type(kind), (PACK_MASK, ()), (UNPACK_MASK, (kind.shape, kind.strides)))
+        if codec is None or codec.code_type.num_bytes >= kind.num_bytes:
+            continue
+        code = Value(f"{value.name}_code", codec.code_type)
+        origin = replace(node.origin, derived_from=value.name)
+        encode, encode_args = codec.encode
+        decode, decode_args = codec.decode
+        made = Node(encode, (value, *encode_args), {}, (code,), origin, node.phase)
+        read = Node(decode, (code, *decode_args), {}, (value,), origin, node.phase)
+        yield Alternative(Role.ENCODE, position, made, code=code)
+        yield Alternative(Role.DECODE, position, read, code=code)
+
+
+def _readings(position: int, node: Node) -> Iterator[Alternative]:
+    record = _CODES[node.target]
+    value = record.value_of(node)
+    if value is None:
+        return
+    kind = value.tensor_type
+    if kind.device.type != "cpu" or not is_dense(value) or kind.dtype not in (torch.float32, torch.float64):
+        return
+    code = Value(f"{value.name}_code_{position}", record.code_type(kind))
+    readers = list(record.readers(node, code))
+    if readers:
+        origin = replace(node.origin, derived_from=value.name)
+        made = Node(record.encode, (value,), {}, (code,), origin, node.phase)
+        yield Alternative(Role.ENCODE, position, made, code=code)
+    for reader in readers:
+        yield Alternative(Role.READ, position, reader, code=code)

@@ -1,0 +1,1 @@
+"""Finding or making the step that fits a call."""

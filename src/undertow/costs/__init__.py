@@ -1,0 +1,1 @@
+"""What operations cost: arithmetic, measured times and workspace, the cache of both."""

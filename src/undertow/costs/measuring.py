@@ -1,0 +1,196 @@
+"""The time and the workspace of operations, measured one by one on the device where they will run.
+
+In: nodes. Out: a Cost per signature. Arguments are made up: random numbers of the right type, zeros for indices. What
+cannot be run alone (a custom Function's derivative reads a context; a guard raises) is left to the model of `ops.work`.
+
+Workspace is what a kernel allocates beyond its outputs: on the CPU from the profiler's memory events, all operations in
+one session, since starting the profiler costs more than most of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from undertow.costs.work import work_of
+from undertow.errors import CallError, UndertowError
+from undertow.ir import Node, OpaqueType, Value
+from undertow.ir.cost import Cost, signature
+from undertow.ir.schema import flatten_outputs
+from undertow.ops.interpret import bind_arguments_of
+from undertow.ops.modes import below_autograd
+
+# Repeat until this much time is spent on an operation. The least time counts: others are disturbed ones.
+MEASURE_NS = 20_000_000
+MIN_REPEATS = 2
+MAX_REPEATS = 20
+
+# Rates of a machine of 2 cores in float32: for planning without measuring.
+MODEL_FLOPS_PER_NS = 100.0
+MODEL_BYTES_PER_NS = 8.0
+MODEL_CALL_NS = 3_000
+
+Watch = Callable[[list[Any]], Iterable[Any]]
+_MEASURING = threading.Lock()  # PyTorch's profiler can run once only
+
+
+def model_cost(node: Node) -> Cost:
+    """The cost by arithmetic and memory traffic, without running anything."""
+    if node.operation.costs_nothing:
+        return Cost(0, 0)
+    work = work_of(node)
+    busy = max(work.flops / MODEL_FLOPS_PER_NS, work.moved_bytes / MODEL_BYTES_PER_NS)
+    return Cost(int(busy) + MODEL_CALL_NS, 0)
+
+
+def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], live: Mapping[str, Any], watch: Watch = iter) -> int:
+    """Add to `known` the cost of every node that can be run alone and is not there yet; returns how many those were.
+
+    One operation at a time, on nothing but its own tensors: a step that fits holds more than that. `watch` goes through
+    what is to be timed, and may show how far it is.
+    """
+    missing = {key: node for node in nodes if (key := signature(node)) not in known and _can_run_alone(node)}
+    if not missing:
+        return 0
+    num_known = len(known)
+    with _MEASURING, torch.random.fork_rng():  # random operations draw while they are measured
+        measured = _measure_workspace(list(missing.values()), live)
+        for (key, node), workspace in watch(list(zip(missing.items(), measured, strict=True))):
+            if workspace is not None:
+                known[key] = Cost(_measure_duration(node, live), workspace)
+    return len(known) - num_known
+
+
+def _can_run_alone(node: Node) -> bool:
+    if node.operation.costs_nothing or not node.operation.is_measurable:
+        return False
+    return not any(isinstance(value.type, OpaqueType) for value in (*node.inputs, *node.named_outputs))
+
+
+def _prepare(node: Node, live: Mapping[str, Any]) -> tuple[Callable[[], Any], dict[int, int]]:
+    """A call of the node on made-up tensors, and the memory that these lie in."""
+    tensors = {value: _make_tensor(value) for value in dict.fromkeys(node.inputs)}
+    args = bind_arguments_of(node.args, tensors, live)
+    kwargs = {name: bind_arguments_of(item, tensors, live) for name, item in node.kwargs.items()}
+    rehearse, run = node.operation.rehearse, node.operation.run
+    call = rehearse(*args, **kwargs) if rehearse is not None else lambda: run(*args, **kwargs)
+    return call, _storages(list(tensors.values()))
+
+
+def _make_tensor(value: Value) -> torch.Tensor:
+    kind = value.tensor_type
+    tensor = torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=kind.device)
+    flat = tensor if 0 not in kind.strides else tensor.as_strided((kind.num_bytes // kind.dtype.itemsize,), (1,))
+    generator = torch.Generator(kind.device).manual_seed(0)
+    if kind.dtype.is_floating_point or kind.dtype.is_complex:
+        flat.uniform_(0.5, 1.5, generator=generator) if kind.dtype.is_floating_point else flat.fill_(1)
+    else:
+        flat.fill_(kind.dtype is torch.bool)
+    return tensor
+
+
+def _measure_duration(node: Node, live: Mapping[str, Any]) -> int:
+    call, _ = _prepare(node, live)
+    is_cuda = any(value.tensor_type.device.type == "cuda" for value in (*node.inputs, *node.named_outputs))
+    times: list[int] = []
+    with below_autograd(), torch.enable_grad():
+        while len(times) < MIN_REPEATS or (sum(times) < MEASURE_NS and len(times) < MAX_REPEATS):
+            if is_cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter_ns()
+            call()
+            if is_cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter_ns() - start)
+    return min(times)
+
+
+def _measure_workspace(nodes: Sequence[Node], live: Mapping[str, Any]) -> list[int | None]:
+    """Bytes beyond the outputs at the worst moment of each run; None where the made-up arguments were refused."""
+    if torch.cuda.is_available() and any(
+        value.tensor_type.device.type == "cuda" for node in nodes for value in node.named_outputs
+    ):
+        return [_measure_workspace_cuda(node, live) for node in nodes]
+    if torch._C._autograd._profiler_enabled():
+        raise CallError(
+            "operations' memory is measured with torch.profiler, which can run once only, and it is running: make the "
+            'plan before profiling, or plan with costs="model"'
+        )
+    found: list[int | None] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for node in nodes:
+            found.append(_run_marked(node, live))
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    sizes = iter([event.nbytes() for event in events])
+    for index, output_bytes in enumerate(found):
+        if output_bytes is not None:
+            found[index] = max(0, _peak_between_marks(sizes) - output_bytes)
+    return found
+
+
+# Two allocations of odd sizes mark an operation's begin and end among the memory events: their order can be relied on,
+# and the clocks of events and of ranges differ by more than a small kernel takes.
+BEGIN_BYTES, END_BYTES = 12_347, 12_349
+
+
+def _peak_between_marks(sizes: Iterator[int]) -> int:
+    """The most that was allocated at once between the next two marks."""
+    for size in sizes:
+        if size == BEGIN_BYTES:
+            break
+    current = peak = 0
+    for size in sizes:
+        if size == END_BYTES:
+            return peak
+        current += size
+        peak = max(peak, current)
+    raise UndertowError("torch.profiler lost the memory events of an operation that was measured; plan again")
+
+
+def _run_marked(node: Node, live: Mapping[str, Any]) -> int | None:
+    """Run a node between two marks; the bytes of its fresh outputs, None if it refused its arguments."""
+    with below_autograd(), torch.enable_grad():
+        try:
+            call, given = _prepare(node, live)
+            begin = torch.empty(BEGIN_BYTES, dtype=torch.uint8)
+            outputs = flatten_outputs(call())
+            end = torch.empty(END_BYTES, dtype=torch.uint8)
+        except (RuntimeError, IndexError):  # made-up numbers need not make sense to every kernel, nor need they fit
+            return None
+    del begin, end
+    kept = [output for output, value in zip(outputs, node.outputs, strict=False) if value is not None]
+    return sum(size for pointer, size in _storages(kept).items() if pointer not in given)
+
+
+def _storages(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
+    """Address and bytes of the memory that tensors lie in."""
+    return dict(_storage(tensor) for tensor in tensors if tensor is not None)
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.is_mkldnn:  # oneDNN's own layouts have no storage that PyTorch would show
+        return torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _measure_workspace_cuda(node: Node, live: Mapping[str, Any]) -> int | None:
+    call, _ = _prepare(node, live)
+    with below_autograd(), torch.enable_grad():
+        try:
+            call()  # what a kernel takes for itself at its first run, it keeps
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            outputs = call()
+        except (RuntimeError, IndexError):
+            return None
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    del outputs
+    return max(0, torch.cuda.max_memory_allocated() - before - held)

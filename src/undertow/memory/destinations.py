@@ -1,0 +1,59 @@
+"""Which values of a step may lie where a plan says: those that are made where the maker is told, and gone in the end.
+
+In: a Program and its lifetimes. Out: the roots that can be placed, and what kernels are assumed to take for themselves
+where nobody has measured it. Whether an operation can be told where to write is said by its record.
+"""
+
+from __future__ import annotations
+
+from undertow.ir import Node, Program, Value
+from undertow.memory.lifetimes import Lifetimes, is_dense
+
+# Smaller values stay with the allocator, which is quicker for them than passing one more argument.
+FEWEST_BYTES = 1 << 16
+
+
+def find_movable(program: Program, lifetimes: Lifetimes) -> set[Value]:
+    """The roots that a plan may place: made and gone within one call, by operations that write where they are told."""
+    if program.cotangents:  # between the two passes anything may run, another forward pass among them
+        return set()
+    # Custom Functions may hold on to what they read, and a gradient that is handed over is the user's.
+    held_on_to = {
+        lifetimes.root[value]
+        for node in program.nodes
+        if not node.operation.lets_go
+        for value in lifetimes.read_by(node)
+    }
+    return {
+        root
+        for node in program.nodes
+        if _can_be_told(node)
+        for root in node.named_outputs
+        if root in lifetimes.born
+        and lifetimes.last_use[root] < len(program.nodes)
+        and root not in held_on_to
+        and _is_placeable(root)
+    }
+
+
+def _can_be_told(node: Node) -> bool:
+    destination = node.operation.destination
+    if destination is None or not destination.fits(node):
+        return False
+    return destination.takes_some or None not in node.outputs
+
+
+def _is_placeable(value: Value) -> bool:
+    if not is_dense(value):
+        return False
+    kind = value.tensor_type
+    return kind.device.type == "cpu" and not kind.dtype.is_complex and kind.num_bytes >= FEWEST_BYTES
+
+
+def assumed_workspace(node: Node) -> int:
+    """What a kernel takes for itself, where nobody has measured it: oneDNN copies what it reads and what it makes."""
+    if node.operation.assumed_workspace is not None:
+        return node.operation.assumed_workspace(node)
+    if node.shared_input is not None or (node.operation.is_fresh and node.operation.destination is not None):
+        return 0
+    return sum(value.type.num_bytes for value in (*node.inputs, *node.named_outputs))

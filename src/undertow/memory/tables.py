@@ -1,0 +1,132 @@
+"""A Program with its memory and its times, moment by moment: the Plan of what runs.
+
+In: a Program, what its operations cost, and what the step holds besides. Out: a Plan. Nothing is decided here but where
+in the arena values lie, and how much it may add to the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from undertow.ir import Plan, Program, Tables, Value
+from undertow.ir.cost import Cost, signature
+from undertow.ir.plan import ARENA_GAPS
+from undertow.ir.program import Node
+from undertow.memory.destinations import assumed_workspace, find_movable
+from undertow.memory.lifetimes import Lifetimes, find_lifetimes, kept_values
+from undertow.memory.placement import place
+from undertow.memory.reuse import reuse_dead_inputs
+
+NO_COST = Cost(0, 0)
+
+ARENA_GAP_SHARE = 32  # the arena raises the peak by one part in so many at most; packing usually needs less
+
+
+def make_plan(
+    program: Program,
+    *,
+    base: Program | None = None,
+    bases: Sequence[tuple[int, ...]] | None = None,
+    repeats: Mapping[Value, Value] | None = None,
+    cost_of: Callable[[Node], Cost] | None = None,
+    table: Mapping[str, Cost] | None = None,
+    held: Mapping[str, int] | None = None,
+    budget_bytes: int | None = None,
+    **about: Any,
+) -> Plan:
+    """The Plan of a Program as it stands; dead inputs are written over where that changes no bit.
+
+    `held` are the bytes that are there throughout, the Program's inputs among them (the default counts just those). Up
+    to the budget the arena may have gaps, without one where costs are not asked for either: its place is then found
+    with the workspace that `table` has of some operations, and a guess of the others'.
+    """
+    costs = [cost_of(node) if cost_of is not None else NO_COST for node in program.nodes]
+    workspaces = [[cost.workspace_bytes for cost in costs]]
+    if cost_of is None:  # the arena has to fit whether kernels take memory for themselves or not
+        known = table or {}
+        guessed = (known.get(signature(node)) for node in program.nodes)
+        workspaces.append(
+            [
+                assumed_workspace(node) if cost is None else cost.workspace_bytes
+                for node, cost in zip(program.nodes, guessed, strict=True)
+            ]
+        )
+    program, base = reuse_dead_inputs(program), base or program
+    lifetimes = find_lifetimes(program)
+    tables = _make_tables(program, lifetimes, costs)
+    held = (
+        dict(held) if held is not None else {"inputs": sum(item.value.type.allocated_bytes for item in program.inputs)}
+    )
+    live_bytes = _live_bytes(tables, program, lifetimes, sum(held.values()))
+    peak_bytes = max(live_bytes, default=0)
+    allowed_bytes = 0 if budget_bytes is None and cost_of is not None else peak_bytes // ARENA_GAP_SHARE
+    if budget_bytes is not None:
+        allowed_bytes = max(min(allowed_bytes, budget_bytes - peak_bytes), 0)
+    offsets, gap_bytes = _place(program, lifetimes, tables, workspaces, allowed_bytes)
+    if gap_bytes:
+        held[ARENA_GAPS] = gap_bytes
+    return Plan(
+        program=program,
+        base=base,
+        bases=tuple(bases) if bases is not None else tuple((position,) for position in range(len(program.nodes))),
+        repeats=dict(repeats or {}),
+        tables=replace(tables, offsets=offsets),
+        kept=kept_values(program, lifetimes),
+        without_rule=tuple(node for node in program.nodes if node.operation.derivative_of is not None),
+        held=held,
+        live_bytes=tuple(size + gap_bytes for size in live_bytes),
+        budget_bytes=budget_bytes,
+        **about,
+    )
+
+
+def _make_tables(program: Program, lifetimes: Lifetimes, costs: Sequence[Cost]) -> Tables:
+    numbers = {root: index for index, root in enumerate(lifetimes.born)}
+    frees: list[list[int]] = [[] for _ in program.nodes]
+    for root, index in numbers.items():
+        if lifetimes.last_use[root] < len(program.nodes):
+            frees[lifetimes.last_use[root]].append(index)
+    return Tables(
+        storage={value: numbers[root] for value, root in lifetimes.root.items()},
+        storage_bytes=tuple(root.type.allocated_bytes for root in numbers),
+        offsets=(None,) * len(numbers),
+        frees=tuple(map(tuple, frees)),
+        workspace_bytes=tuple(cost.workspace_bytes for cost in costs),
+        duration_ns=tuple(cost.duration_ns for cost in costs),
+    )
+
+
+def _place(
+    program: Program,
+    lifetimes: Lifetimes,
+    tables: Tables,
+    workspaces: Sequence[Sequence[int]],
+    allowed_bytes: int,
+) -> tuple[tuple[int | None, ...], int]:
+    """Where storages lie in the arena, and by how much that raises the peak."""
+    movable = find_movable(program, lifetimes)
+    inputs = {item.value for item in program.inputs}
+    last = len(program.nodes) - 1
+    stretches = [
+        None if root in inputs else (min(lifetimes.born[root], last), min(lifetimes.last_use[root], last))
+        for root in lifetimes.born
+    ]
+    sizes = tables.storage_bytes
+    return place(sizes, stretches, [root in movable for root in lifetimes.born], workspaces, allowed_bytes)
+
+
+def _live_bytes(tables: Tables, program: Program, lifetimes: Lifetimes, held_bytes: int) -> list[int]:
+    change = [0] * (len(program.nodes) + 1)
+    for root, born in lifetimes.born.items():
+        if born >= 0:
+            # Cotangents that nothing reads come after the last operation, and are counted with it.
+            change[max(min(born, len(program.nodes) - 1), 0)] += root.type.allocated_bytes
+            if lifetimes.last_use[root] < len(program.nodes):
+                change[lifetimes.last_use[root] + 1] -= root.type.allocated_bytes
+    totals, alive = [], held_bytes
+    for delta, workspace in zip(change, tables.workspace_bytes, strict=False):
+        alive += delta
+        totals.append(alive + workspace)
+    return totals

@@ -1,0 +1,1 @@
+"""Program to Program: cleaning, layout, folding, fusion, the choice of kernels, updates."""

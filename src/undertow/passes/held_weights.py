@@ -1,0 +1,53 @@
+"""Weights that an evaluation reads in another form than the user holds them in: made once, kept until they change.
+
+`find_fixed` says which values are the same in every call; `hold_prepared` moves what is made of them in front of the
+Program. In: the Program of an evaluation. Out: one that reads prepared weights as inputs, with the Program that makes
+these inside. EXACT: the same operations on the same numbers, once instead of in every call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from undertow.ir import Input, InputKind, Program, Value
+from undertow.ir.cleaning import remove_unused
+
+
+def find_fixed(program: Program) -> set[Value]:
+    """Parameters, buffers and what is prepared or viewed of them; none where there is a backward pass."""
+    if program.backward_start < len(program.nodes):
+        return set()
+    changed = {update.input for update in program.updates}
+    changed.update(value for node in program.nodes for value in node.operation.writes(node))
+    fixed = {
+        item.value
+        for item in program.inputs
+        if item.kind in (InputKind.PARAMETER, InputKind.BUFFER) and item.value not in changed
+    }
+    for node in program.nodes:
+        is_kept = node.operation.is_preparation or node.operation.is_view
+        if is_kept and node.inputs and fixed.issuperset(node.inputs):
+            fixed.update(node.named_outputs)
+    return fixed
+
+
+def hold_prepared(program: Program) -> Program:
+    """The Program with its preparations moved to `preparation`, and what they make among its inputs."""
+    fixed = find_fixed(program)
+    moved = [node for node in program.nodes if node.operation.is_preparation and fixed.issuperset(node.inputs)]
+    if not moved:
+        return program
+    rest = tuple(node for node in program.nodes if node not in moved)
+    read = {value for node in rest for value in node.inputs}
+    prepared = [value for node in moved for value in node.named_outputs if value in read]
+    views = [node for node in program.nodes if node.operation.is_view and fixed.issuperset(node.inputs)]
+    making = remove_unused(
+        Program(
+            inputs=program.inputs,
+            nodes=tuple(sorted((*moved, *views), key=program.positions.__getitem__)),
+            outputs=tuple(prepared),
+            boundary=len(moved) + len(views),
+        )
+    )
+    inputs = (*program.inputs, *(Input(value, InputKind.PREPARED, value.name) for value in prepared))
+    return remove_unused(replace(program, inputs=inputs, nodes=rest, boundary=len(rest), preparation=making))
