@@ -20,7 +20,7 @@ from undertow.ir.schema import bind_arguments, flatten_outputs
 from undertow.ops.interpret import generators_of, run_node
 from undertow.ops.own import GUARD_SCALAR, GUARD_SHAPE, as_tensor, bind
 from undertow.record.origins import current_origin
-from undertow.record.traced_tensor import TracedTensor
+from undertow.record.traced_tensor import TWIN_NAMES, TracedTensor
 from undertow.record.tracing import Namer, Recorder, map_tensors
 
 aten = torch.ops.aten
@@ -74,7 +74,7 @@ class CaptureRecorder(Recorder):
                 twin.requires_grad_()
         if isinstance(tensor, torch.nn.Parameter):
             twin._is_param = True
-        vars(twin).update(vars(tensor))
+        vars(twin).update({name: item for name, item in vars(tensor).items() if name not in TWIN_NAMES})
         self.inputs.append(Input(value, kind, path))
         self.reals[value] = tensor
         self._twins[id(tensor)] = twin

@@ -78,7 +78,11 @@ class AttributeWatch:
     def _changes_of_tensors(self) -> Iterator[Change]:
         """What was done to attributes of the modules' tensors, on their twins."""
         for path, real, twin in self._recorder.held_twins():
-            before, now = vars(real), {name: item for name, item in vars(twin).items() if name not in TWIN_NAMES}
+            # The real one may be the twin of another recording, around this one.
+            before, now = (
+                {name: item for name, item in vars(tensor).items() if name not in TWIN_NAMES}
+                for tensor in (real, twin)
+            )
             for name in dict.fromkeys((*before, *now)):
                 left, right = before.get(name, MISSING), now.get(name, MISSING)
                 if not self._is_same(left, right):
