@@ -284,6 +284,29 @@ def test_second_order_through_an_operation_without_a_rule_is_refused():
         ut.hessian(lambda x: torch.fft.rfft(x).abs().sum())(torch.randn(4))
 
 
+SCALE = torch.eye(8).to_sparse()
+
+
+@pytest.mark.parametrize("budget", [None, "1MiB"])
+@pytest.mark.parametrize(
+    ("body", "layout"),
+    [
+        (lambda m, x: m.linear(x).to_sparse().to_dense(), "sparse_coo"),
+        (lambda m, x: m.linear(x).to_sparse(), "sparse_coo"),
+        (lambda m, x: m.linear(x) @ torch.sparse_coo_tensor(torch.zeros(2, 1).long(), torch.ones(1), (8, 8)), "sparse"),
+        (lambda m, x: m.linear(x) @ SCALE, "sparse_coo"),
+        (lambda m, x: m.linear(x).to_sparse_csr().to_dense(), "sparse_csr"),
+        (lambda m, x: m.linear(x).sparse_mask(SCALE[:4]).to_dense(), "sparse_coo"),
+        (lambda m, x: m.linear(x).to_mkldnn().to_dense(), "mkldnn"),
+        (lambda m, x: torch.quantize_per_tensor(m.linear(x), 0.1, 0, torch.quint8).dequantize(), "quantized"),
+    ],
+)
+def test_tensors_that_are_not_dense_and_strided_are_refused(body, layout, budget):
+    match = rf"test_capture_refusals\.py:\d+.*{layout}|{layout}.*test_capture_refusals\.py:\d+"
+    with pytest.raises(ut.CaptureError, match=match):
+        ut.plan(Body(body), (torch.randn(4, 8),), budget=budget)
+
+
 def test_sparse_gradients_are_refused():
     x = torch.randint(8, (4, 3))
     for model in (nn.Embedding(8, 2, sparse=True), nn.EmbeddingBag(8, 2, sparse=True)):

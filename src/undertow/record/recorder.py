@@ -21,7 +21,7 @@ from undertow.ops.interpret import generators_of, run_node
 from undertow.ops.own import GUARD_SCALAR, GUARD_SHAPE, as_tensor, bind
 from undertow.record.origins import current_origin
 from undertow.record.traced_tensor import TWIN_NAMES, TracedTensor
-from undertow.record.tracing import Namer, Recorder, map_tensors
+from undertow.record.tracing import Namer, Recorder, map_tensors, unusual_layout
 
 aten = torch.ops.aten
 
@@ -63,10 +63,8 @@ class CaptureRecorder(Recorder):
             return twin
         if torch.nn.parameter.is_lazy(tensor):
             raise CaptureError(f"{path} reads an uninitialized (lazy) parameter; run the model once first")
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise CaptureError(
-                f"{path} is a tensor of layout {tensor.layout}; only dense strided tensors can be recorded"
-            )
+        if layout := unusual_layout(tensor):
+            raise CaptureError(f"{path} is a tensor of layout {layout}; only dense strided tensors can be recorded")
         value = Value(path if kind is not InputKind.CONSTANT else self.names.unique("constant"), TensorType.of(tensor))
         with _disable_current_modes():
             twin = self.new_tensor(value)
@@ -142,6 +140,7 @@ class CaptureRecorder(Recorder):
         if not isinstance(result, torch.Tensor | tuple | list):
             # torch.equal and the like: the answer is a Python value, kept as a guard on the operation's own result.
             return self._guard_python_result(func, args, kwargs, result)
+        self.refuse_layouts(func, (), result)
         fakes = map_tensors(result, self.fake_like)
         return list(fakes) if isinstance(result, list) else fakes
 

@@ -49,6 +49,7 @@ from undertow.rules.registry import find_op
 
 aten = torch.ops.aten
 
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _QUERIES = {aten.is_pinned.default, aten.sym_size.default, aten.sym_stride.default, aten.sym_numel.default}
 
 
@@ -91,6 +92,17 @@ class Recorder(TorchDispatchMode):
     def refuse(self, what: str, way_out: str) -> Any:
         """Raise a CaptureError that names the line."""
         raise CaptureError(f"{what} cannot be recorded: {self.origin()}; {way_out}")
+
+    def refuse_layouts(self, func: OpOverload, arguments: Any, result: Any) -> None:
+        """Raise a CaptureError if an operation returned something else than dense strided tensors."""
+        layouts = [unusual_layout(tensor) for tensor in flatten_outputs(result) if tensor is not None]
+        # The fake kernels of quantization return float32.
+        layouts += ["quantized" for item in arguments if isinstance(item, torch.dtype) and item in _QUANTIZED]
+        if any(layouts):
+            self.refuse(
+                f"{operation_name(func)}, which makes a tensor of layout {max(layouts)},",
+                "only dense strided tensors can be planned: keep it dense, or leave this part unplanned",
+            )
 
     @contextmanager
     def on_fakes(self) -> Iterator[None]:
@@ -159,6 +171,7 @@ class Recorder(TorchDispatchMode):
             result = self.run_for_types(func, args, kwargs, error)
             if not isinstance(result, torch.Tensor | tuple | list):
                 return result
+        self.refuse_layouts(func, (*args, *kwargs.values()), result)
         return self._record(func, args, kwargs, result)
 
     def _cpu_tensors(self, arguments: Any) -> list[torch.Tensor]:
@@ -403,6 +416,13 @@ class Namer:
 
 def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
+
+
+def unusual_layout(tensor: torch.Tensor) -> str:
+    """The layout of a tensor that is not dense and strided; empty for one that is."""
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    return "quantized" if tensor.is_quantized else ""
 
 
 def map_tensors(arguments: Any, change: Callable[[torch.Tensor], Any]) -> Any:
