@@ -80,8 +80,7 @@ class AttributeWatch:
         for path, real, twin in self._recorder.held_twins():
             # The real one may be the twin of another recording, around this one.
             before, now = (
-                {name: item for name, item in vars(tensor).items() if name not in TWIN_NAMES}
-                for tensor in (real, twin)
+                {name: item for name, item in vars(tensor).items() if name not in TWIN_NAMES} for tensor in (real, twin)
             )
             for name in dict.fromkeys((*before, *now)):
                 left, right = before.get(name, MISSING), now.get(name, MISSING)

@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):
         layouts += ["quantized" for item in arguments if isinstance(item, torch.dtype) and item in _QUANTIZED]
         if any(layouts):
             self.refuse(
-                f"{operation_name(func)}, which makes a tensor of layout {max(layouts)},",
+                f"{operation_of(func)}, which makes a tensor of layout {max(layouts)},",
                 "only dense strided tensors can be planned: keep it dense, or leave this part unplanned",
             )
 
