@@ -16,10 +16,11 @@ import torch
 from machine import describe_machine
 from torch import nn
 
-from undertow.api.budget_planning import CostSource, Terms, find_plan, make_budget_planner
 from undertow.api.training import make_step
 from undertow.models import ZOO
+from undertow.pipeline import derive, find_plan, find_planner, record
 from undertow.planner import curve
+from undertow.terms import Terms
 
 
 class Long(nn.Module):
@@ -58,15 +59,15 @@ WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Any, Any, Any]]] = {
 def plan_once(make: Callable[[], tuple[nn.Module, Any, Any, Any]]) -> dict[str, Any]:
     """Plan twice, the second time with all costs known; half of the way from the most memory to the least."""
     model, args, targets, loss = make()
-    step = make_step(model, len(args), loss, None, Terms(costs=CostSource.MEASURED))
+    step = make_step(model, len(args), loss, None, Terms())
     for _ in range(2):
         curve._KNOWN.clear()
         start = time.perf_counter()
         with torch.enable_grad():
-            captured = step._capture(step._runner.forward, (*args, *targets), {}, model)
-        program, held = step._derive(captured.program, Terms(costs=CostSource.MEASURED))
+            captured = record(step.request, (*args, *targets), {})
+        program = derive(step.request, captured.program, ())
         captured_s = time.perf_counter() - start
-        planner = make_budget_planner(program, held, Terms(costs=CostSource.MEASURED))
+        planner = find_planner(step.request, program, captured.live)
         points = planner.curve.points
         budget = (points[0].peak_bytes + points[-1].peak_bytes) // 2
         plan = find_plan(planner, budget)

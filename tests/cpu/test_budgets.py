@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 import undertow as ut
-from undertow.api.budget_planning import CostSource, Terms, find_plan, make_budget_planner, plan_for_budget
 from undertow.api.reports import report_plan
 from undertow.api.training import make_step
 from undertow.costs import cache as cost_cache
@@ -26,8 +25,10 @@ from undertow.ir.cost import Cost
 from undertow.ir.structure import tensors_in
 from undertow.memory.placement import ALIGNMENT
 from undertow.models import SMALL, ZOO
+from undertow.pipeline import derive, find_plan, find_planner, record, search_plan
 from undertow.runtime.measure import measure_call
 from undertow.runtime.step import Step
+from undertow.terms import Terms
 
 NUM_BUDGETS = 20
 
@@ -61,11 +62,9 @@ class Planned:
 
     def __init__(self, model, args, kwargs, targets, loss):
         self.model, self.args, self.kwargs, self.targets = model, (*args, *targets), kwargs, targets
-        self.step = make_step(model, len(args), loss, None, Terms(costs=CostSource.MEASURED))
-        self.captured = self.step._capture(self.step._runner.forward, self.args, kwargs, model)
-        self.terms = Terms(costs=CostSource.MEASURED)
-        self.derived = self.step._derive(self.captured.program, self.terms)
-        self.planner = make_budget_planner(*self.derived, self.terms)
+        self.request = make_step(model, len(args), loss, None, Terms()).request
+        self.captured = record(self.request, self.args, kwargs)
+        self.planner = find_planner(self.request, derive(self.request, self.captured.program, ()), self.captured.live)
 
     def run(self, plan):
         """Loss, gradients, buffers and generator state after one step by `plan`, and the measured peak."""
@@ -140,7 +139,7 @@ def test_every_budget(name):
         assert plan.lower_bound_us <= plan.step_us
         slowest = plan.step_us
     with pytest.raises(ut.InfeasibleBudget) as refusal:
-        plan_for_budget(lambda terms: planned.derived, replace(planned.terms, budget_bytes=least - ALIGNMENT))
+        search_plan(replace(planned.request, terms=Terms(budget_bytes=least - ALIGNMENT)), planned.captured, ())
     assert refusal.value.minimum_bytes == least >= refusal.value.lower_bound_bytes
 
 

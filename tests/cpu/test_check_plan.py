@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 import undertow as ut
-from undertow.api.budget_planning import CostSource, Terms, find_plan, make_budget_planner
 from undertow.api.training import make_step
 from undertow.errors import PlanError
 from undertow.ir import Node, Origin, Phase, Task, map_values
 from undertow.ir.check_plan import check_plan
 from undertow.ir.pytorch import operation_of
+from undertow.pipeline import derive, find_plan, find_planner, record
+from undertow.terms import CostSource, Terms
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +26,8 @@ def plan():
     x, y = torch.randn(512, 64), torch.randint(64, (512,))
     terms = Terms(optimizer=optimizer, costs=CostSource.MODEL)
     step = make_step(model, 1, nn.functional.cross_entropy, optimizer, terms)
-    captured = step._capture(step._runner.forward, (x, y), {}, model)
-    planner = make_budget_planner(*step._derive(captured.program, terms), terms, step._runner.live)
+    program = derive(step.request, record(step.request, (x, y), {}).program, ())
+    planner = find_planner(step.request, program, step.request.live)
     plan = check_plan(find_plan(planner, planner.smallest.peak_bytes * 21 // 20))
     assert sum(first is not None for first in plan.tables.offsets) > 20
     assert plan.recomputed and any(node.operation.repeats for node in plan.nodes)

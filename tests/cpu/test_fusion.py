@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import undertow as ut
-from undertow.api import training
+from undertow import pipeline
 from undertow.fast.groups import Group
 from undertow.ir import Program
 from undertow.ir.check import check_program
@@ -25,15 +25,15 @@ NAMES = sorted(SMALL)
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """Steps made in the test are fused; before and after, pairwise."""
     found: list[Program] = []
-    plain = training.derive
+    plain = pipeline.compact_oversized  # the last pass before updates are added
 
-    def derive(*args: Any, **kwargs: Any) -> Program:
-        before = plain(*args, **kwargs)
+    def compact_and_fuse(program: Program) -> Program:
+        before = plain(program)
         after = check_program(fuse(before))
         found.extend((before, after))
         return after
 
-    monkeypatch.setattr(training, "derive", derive)
+    monkeypatch.setattr(pipeline, "compact_oversized", compact_and_fuse)
     return found
 
 

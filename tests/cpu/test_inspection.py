@@ -12,15 +12,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from undertow.alternatives.registry import Role, find_alternatives
-from undertow.api.budget_planning import Numerics, Terms
 from undertow.api.inspection import inspect
-from undertow.api.planning import derive, plan
+from undertow.api.planning import plan
 from undertow.costs.optimizer_state import count_optimizer_state
 from undertow.costs.work import total_work, work_of
 from undertow.errors import CallError
 from undertow.ir import Node, Origin, TensorType, Value
 from undertow.models import SMALL, ZOO, vgg16
+from undertow.pipeline import Request, derive
 from undertow.record.capture import capture
+from undertow.terms import Numerics, Terms
 
 FLOAT, INDEX = 4, 8  # bytes
 
@@ -136,7 +137,8 @@ def test_other_kernels_do_the_same_arithmetic(name, tmp_path, monkeypatch):
     model, inputs = SMALL[name].build(), SMALL[name].example_inputs(3)
     for mode, pattern in ((model.train(), (True,)), (model.eval(), (False,))):
         program = capture(mode.forward, inputs, {}, mode).program
-        exact, fast = (derive(program, pattern, Terms(numerics=kind)) for kind in (Numerics.EXACT, Numerics.FAST))
+        requests = [Request(mode, mode.forward, Terms(numerics=kind)) for kind in (Numerics.EXACT, Numerics.FAST)]
+        exact, fast = (derive(request, program, pattern, is_holding=False) for request in requests)
         assert total_work(exact.nodes).flops == total_work(fast.nodes).flops > 0
         for item in find_alternatives(exact):
             base = exact.nodes[item.position]

@@ -85,8 +85,8 @@ def test_the_weights_are_eagers(name, settings):
         assert torch.equal(torch.get_rng_state(), state)
         for key, item in eager.state_dict().items():
             assert same_bits(item, trained.state_dict()[key]), key
-        assert step.updates_inside == (name != "rmsprop" and not settings)
-        assert ("the optimizer steps after the backward pass" in str(step.plan)) == (not step.updates_inside)
+        assert step.training.updates_inside == (name != "rmsprop" and not settings)
+        assert ("the optimizer steps after the backward pass" in str(step.plan)) == (not step.training.updates_inside)
         if budget is not None:
             assert ut.measure(step, *x, *y).peak_bytes <= budget
 

@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 
-from undertow.api.budget_planning import Terms
 from undertow.api.calls import check_call, check_optimizer
-from undertow.api.planning import derive
-from undertow.calls.planned import guess_pattern
 from undertow.costs.optimizer_state import count_optimizer_state
 from undertow.ir import Input, InputKind, Program, TensorType, Value
 from undertow.memory.tables import make_plan
-from undertow.record.capture import capture
+from undertow.pipeline import Request, derive, expected_pattern, record
 from undertow.report.inspection import Inspection, inspect_plans
+from undertow.terms import Terms
 
 
 def inspect(
@@ -31,12 +29,12 @@ def inspect(
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
     runner = getattr(model, "undertow_runner", None)
-    forward = model.forward if runner is None else runner.forward
+    request = Request(model, model.forward if runner is None else runner.request.forward, Terms())
     with torch.enable_grad():
-        captured = capture(forward, args, kwargs or {}, model)
-    pattern = guess_pattern(captured)
-    plan = make_plan(derive(captured.program, pattern, Terms()))
-    forward_plan = make_plan(derive(captured.program, (False,) * len(pattern), Terms()))
+        captured = record(request, args, kwargs or {})
+    pattern = expected_pattern(request, captured)
+    plan = make_plan(derive(request, captured.program, pattern))
+    forward_plan = make_plan(derive(request, captured.program, (False,) * len(pattern)))
     step = plan.program
     parameters = dict(model.named_parameters(remove_duplicate=False))
     trained = [

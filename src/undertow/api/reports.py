@@ -8,23 +8,16 @@ from typing import Any
 
 import torch
 
-from undertow.api.budget_planning import (
-    CostSource,
-    Terms,
-    held_bytes,
-    parse_terms,
-    plan_for_budget,
-)
 from undertow.api.calls import check_call, check_optimizer
 from undertow.api.measuring import measure
-from undertow.api.planning import RunnerMaker, derive
-from undertow.api.precision import with_precision
-from undertow.calls.planned import guess_pattern, make_planned
-from undertow.ir import Plan, Program
-from undertow.record.capture import capture
+from undertow.api.terms import parse_terms
+from undertow.calls.planned import make_planned
+from undertow.ir import Plan
+from undertow.pipeline import Request, expected_pattern, record, search_plan
 from undertow.report.page import render_page
 from undertow.report.plan_summary import plan_to_dict, print_plan
 from undertow.runtime.measure import Measurement
+from undertow.terms import CostSource
 
 CANNOT_SEE = (
     "the loss, where it is computed outside the planned module",
@@ -90,19 +83,14 @@ def report_plan(
         numerics=numerics,
         allow_other_bits=allow_other_bits,
     )
-    forward = with_precision(terms.numerics, model, model.forward)
+    request = Request(model, model.forward, terms)
     with torch.enable_grad():
-        captured = capture(forward, args, kwargs or {}, model)
-
-    def derive_step(terms: Terms) -> tuple[Program, dict[str, int]]:
-        program = derive(captured.program, guess_pattern(captured), terms)
-        return program, held_bytes(model, program, optimizer)
-
-    plan, planner = plan_for_budget(derive_step, terms, captured.live)
+        captured = record(request, args, kwargs or {})
+    plan, planner = search_plan(request, captured, expected_pattern(request, captured))
     curve = tuple((point.peak_bytes, point.time / 1e3) for point in planner.curve.points)
     if terms.costs is CostSource.MODEL:
         return PlanReport(plan, curve, None)
-    planned = make_planned(model, RunnerMaker(False, terms))
+    planned = make_planned(model, terms)
     measured = measure(planned, *args, **(kwargs or {}))
     return PlanReport(plan, curve, measured)
 

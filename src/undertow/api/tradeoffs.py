@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from undertow.api.budget_planning import Terms, parse_costs
 from undertow.api.budgets import parse_budget
 from undertow.api.calls import check_call, check_time_limit, check_training
 from undertow.api.measuring import measure
+from undertow.api.terms import parse_costs
 from undertow.api.training import Loss, TrainStep, make_step
 from undertow.errors import CallError, InfeasibleBudget
 from undertow.ir import format_bytes
 from undertow.runtime.measure import Measurement
+from undertow.terms import Terms
 
 MAX_BATCH = 1 << 24
 

@@ -2,54 +2,28 @@
 
 The step owns the gradients: each is born in the backward pass and gone when its parameter was updated, which happens as
 soon as the gradient is complete and the parameter is read no more, with the bits of a step afterwards. Where that is
-not possible (clipping by norm needs all gradients, accumulation keeps them, an optimizer may mix parameters), gradients
-are held and the optimizer steps at the end; the plan counts them.
+not possible (see `passes/training.py`), gradients are held and the optimizer steps at the end; the plan counts them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from undertow.api.budget_planning import (
-    Terms,
-    held_bytes,
-    make_budget_planner,
-    notes_of,
-    parse_terms,
-    plan_for_budget,
-)
 from undertow.api.calls import check_call, check_clip_norm, check_training
-from undertow.api.planning import derive
-from undertow.api.precision import with_precision
-from undertow.calls.planned import Runner, differentiable_outputs
+from undertow.api.terms import parse_terms
+from undertow.calls.runner import Runner
 from undertow.errors import CallError
-from undertow.ir import Gradient, Node, Phase, Plan, Program, Value
-from undertow.ir.structure import Slot
-from undertow.memory.tables import make_plan
-from undertow.ops.updates import (
-    DELIVER_GRADIENT,
-    OPTIMIZER,
-    TRAINING,
-    Training,
-    is_separable,
-    step_afterwards,
-    update_by,
-)
-from undertow.passes.updates import AtEnd, Use, add_updates
+from undertow.ir import Node, Phase, Plan
+from undertow.passes.training import Training
+from undertow.pipeline import Request, derive, find_planner, record
 from undertow.planner.curve import Curve
-from undertow.record.capture import Captured, capture
-from undertow.record.origins import place_of
-from undertow.record.python_state import state_put_back
-from undertow.runtime.cuda_graphs import is_for_graph, with_graph_memory
-from undertow.runtime.step import Pattern
+from undertow.terms import Terms
 
 Loss = Callable[..., torch.Tensor]
 
@@ -109,8 +83,8 @@ def make_step(
     is_strict: bool = False,
 ) -> TrainStep:
     """A step that has not seen its arguments yet; the first `num_args` of them are the model's."""
-    forward = with_precision(terms.numerics, model, partial(_run_model, model, num_args, loss))
-    return TrainStep(model, forward, optimizer, terms, clip_norm, accumulate, is_strict)
+    training = Training(model, optimizer, clip_norm, accumulate)
+    return TrainStep(Request(model, partial(_run_model, model, num_args, loss), terms, training, is_strict))
 
 
 def _run_model(model: torch.nn.Module, num_args: int, loss: Loss | None, *values: Any, **kwargs: Any) -> Any:
@@ -126,28 +100,13 @@ def _run_model(model: torch.nn.Module, num_args: int, loss: Loss | None, *values
 class TrainStep:
     """A planned training step of one model with one optimizer; without one, gradients are left to their parameters."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        forward: Callable[..., torch.Tensor],
-        optimizer: torch.optim.Optimizer | None,
-        terms: Terms,
-        clip_norm: float | None,
-        accumulate: int,
-        is_strict: bool,
-    ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self._terms, self._is_strict, self._accumulate = terms, is_strict, accumulate
-        is_plain = clip_norm is None and accumulate == 1
-        self.updates_inside = (
-            optimizer is not None and is_plain and is_separable(optimizer) and not _has_step_hooks(optimizer)
-        )
-        self._clip_norm = clip_norm
-        live = {} if optimizer is None else {OPTIMIZER.name: optimizer, TRAINING.name: Training(model, optimizer)}
-        expect: Callable[[Any], Pattern] = lambda captured: ()  # noqa: E731  the step differentiates its loss itself
-        self._runner = Runner(model, forward, self._capture, self._plan, place_of, state_put_back, expect, live)
+    def __init__(self, request: Request) -> None:
+        assert request.training is not None
+        self.request, self.training = request, request.training
+        self.model, self.optimizer = request.model, request.training.optimizer
+        self._runner = Runner(request)
         self._bound = self._list_parameters()
-        self._updated = set(self._trained())
+        self._updated = set(self.training.trained())
 
     @property
     def plan(self) -> Plan:
@@ -157,7 +116,7 @@ class TrainStep:
     @property
     def costs(self) -> dict[str, tuple[int, int]]:
         """What the plans were made from: nanoseconds and bytes of workspace of each measured operation."""
-        return {key: (cost.duration_ns, cost.workspace_bytes) for key, cost in self._terms.table.items()}
+        return {key: (cost.duration_ns, cost.workspace_bytes) for key, cost in self.request.terms.table.items()}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture and plan the step for such arguments; runs nothing."""
@@ -173,23 +132,19 @@ class TrainStep:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules ask for it
         return loss
 
-    def _trained(self) -> Iterator[torch.nn.Parameter]:
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return (parameter for group in groups for parameter in group["params"])
-
     def _list_parameters(self) -> list[torch.nn.Parameter]:
-        return [*self._runner.parameters(), *self._trained()]
+        return [*self._runner.parameters(), *self.training.trained()]
 
     def _follow_parameters(self) -> None:
         """Plans name the parameters that they update: where model or optimizer have others, they are made anew."""
         found = self._list_parameters()
         if len(found) != len(self._bound) or not all(map(is_, found, self._bound)):
             self._runner.forget()
-            self._bound, self._updated = found, set(self._trained())
+            self._bound, self._updated = found, set(self.training.trained())
 
     def _check_untouched(self) -> None:
         """What the step would pass over in silence is refused: hooks, and gradients that somebody else left."""
-        if self.updates_inside and self.optimizer is not None and _has_step_hooks(self.optimizer):
+        if self.training.updates_inside and self.training.has_step_hooks:
             raise CallError(
                 "the optimizer got a step hook after train_step was made, and its updates run inside the backward "
                 "pass; register the hook first, and the optimizer steps afterwards"
@@ -200,7 +155,7 @@ class TrainStep:
                     f"parameter {self._name_of(parameter)} has a gradient hook, which train_step does not call; remove "
                     f"it, or train with ut.plan, loss.backward() and optimizer.step()"
                 )
-            if self.updates_inside and parameter.grad is not None and parameter in self._updated:
+            if self.training.updates_inside and parameter.grad is not None and parameter in self._updated:
                 raise CallError(
                     f"parameter {self._name_of(parameter)} has a .grad from elsewhere, to which this step would not "
                     f"add; call zero_grad() first, or accumulate with train_step(accumulate=)"
@@ -233,97 +188,9 @@ class TrainStep:
         found += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return found + [item for item in state if isinstance(item, torch.Tensor)]
 
-    def _capture(self, *arguments: Any) -> Any:
-        captured = capture(*arguments)
-        places = differentiable_outputs(captured.program)
-        slot = captured.skeleton
-        is_scalar = (
-            isinstance(slot, Slot)
-            and slot.index in places
-            and captured.program.outputs[slot.index].tensor_type.num_elements == 1
-        )
-        if not is_scalar:
-            raise CallError("the loss must be one scalar tensor that depends on a parameter; sum it, or take its mean")
-        return captured
-
     def find_curve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Curve:
         """The time/memory curve of the step for such arguments; runs nothing of the model."""
         with torch.enable_grad():
-            captured = self._capture(self._runner.forward, args, kwargs, self.model)
-        program, held = self._derive(captured.program, self._terms)
-        return make_budget_planner(program, held, self._terms, {**captured.live, **self._runner.live}).curve
-
-    def _plan(self, captured: Captured, pattern: Any) -> Plan:
-        if self._terms.budget_bytes is None:
-            program, held = self._derive(captured.program, self._terms)
-            notes = (*notes_of(program), *self._notes())
-            plan = make_plan(program, held=held, table=self._terms.table, notes=notes)
-            return with_graph_memory(plan) if is_for_graph(plan) else plan
-        live = {**captured.live, **self._runner.live}
-        plan, _ = plan_for_budget(partial(self._derive, captured.program), self._terms, live)
-        return replace(plan, notes=(*plan.notes, *self._notes()))
-
-    def _notes(self) -> tuple[str, ...]:
-        if self.optimizer is None or self.updates_inside:
-            return ()
-        name = type(self.optimizer).__name__
-        reason = f"{name} is not known to treat parameters one by one"
-        if self._clip_norm is not None:
-            reason = "clipping needs the norm of all gradients"
-        elif self._accumulate > 1:
-            reason = "gradients are accumulated over calls"
-        elif is_separable(self.optimizer):
-            reason = f"{name} has step hooks"
-        return (f"the optimizer steps after the backward pass, and gradients are held until then: {reason}",)
-
-    def _derive(self, program: Program, terms: Terms) -> tuple[Program, dict[str, int]]:
-        """The whole step as one Program, and what it holds throughout."""
-        places = differentiable_outputs(program)
-        pattern = tuple(place == 0 for place in places)
-        program = derive(program, pattern, terms, is_strict=self._is_strict)
-        uses = self._find_uses(program.gradients)
-        at_end = None
-        if self.optimizer is not None and not self.updates_inside:
-            settings = (TRAINING, self._clip_norm, self._accumulate)
-            at_end = AtEnd(step_afterwards(type(self.optimizer).__name__), settings)
-        program = add_updates(program, lambda item: uses[item.input], at_end)
-        held = held_bytes(self.model, program, self.optimizer)
-        held["gradients"] = sum(
-            item.nbytes for item in self.model.parameters() if item.requires_grad and self._is_added_up(item)
-        )
-        return program, {name: size for name, size in held.items() if size}
-
-    def _is_added_up(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the parameter's gradient stays from call to call, as eager's does until somebody clears it."""
-        return self._accumulate > 1 or (self.optimizer is not None and parameter not in self._updated)
-
-    def _find_uses(self, gradients: Sequence[Gradient]) -> dict[Value, Use]:
-        """What is done with the gradient of each input that has one."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        groups = self.optimizer.param_groups if self.updates_inside and self.optimizer is not None else []
-        group_of = {id(item): index for index, group in enumerate(groups) for item in group["params"]}
-        found: dict[Value, Use] = {}
-        for gradient in gradients:
-            if gradient.value is None:
-                continue
-            parameter = parameters.get(gradient.input.name)
-            if parameter is None:
-                raise CallError(f"{gradient.input} requires a gradient and is no parameter of the model; detach it")
-            if id(parameter) in group_of:
-                assert self.optimizer is not None
-                index = group_of[id(parameter)]
-                found[gradient.input] = Use(update_by(self.optimizer, index), True, True, (OPTIMIZER, index))
-            else:
-                is_added_up = self._is_added_up(parameter)
-                found[gradient.input] = Use(DELIVER_GRADIENT, is_added_up, False, after=(is_added_up,))
-        return found
-
-
-def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        _global_optimizer_pre_hooks,
-        _global_optimizer_post_hooks,
-    )
-    return any(hooks)
+            captured = record(self.request, args, kwargs)
+        program = derive(self.request, captured.program, ())
+        return find_planner(self.request, program, {**captured.live, **self.request.live}).curve

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from undertow.alternatives.registry import find_alternatives
-from undertow.api.budget_planning import Numerics, Terms, measured_costs, parse_numerics
 from undertow.api.calls import check_call
-from undertow.api.planning import derive
-from undertow.api.precision import with_precision
-from undertow.calls.planned import guess_pattern
+from undertow.api.terms import parse_numerics
+from undertow.costs.table import find_costs
 from undertow.ir.cost import signature
-from undertow.record.capture import capture
+from undertow.pipeline import Request, derive, expected_pattern, record
+from undertow.terms import Numerics, Terms
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,12 @@ def tune(
     keys: set[str] = set()
     fast: dict[str, int] = {}
     for kind in dict.fromkeys((Numerics.EXACT, parse_numerics(numerics))):
-        terms = Terms(numerics=kind)
-        forward = with_precision(kind, model, model.forward)
+        request = Request(model, model.forward, Terms(numerics=kind))
         with torch.enable_grad():
-            captured = capture(forward, args, kwargs or {}, model)
-        program = derive(captured.program, guess_pattern(captured), terms)
+            captured = record(request, args, kwargs or {})
+        program = derive(request, captured.program, expected_pattern(request, captured))
         nodes = [*program.nodes, *(alternative.node for alternative in find_alternatives(program))]
-        measured_costs(terms, nodes)
+        find_costs(nodes, request.terms, captured.live)
         keys.update(signature(node) for node in nodes)
         if kind is not Numerics.EXACT:
             for node in program.nodes:

@@ -5,7 +5,7 @@ one parameter. It may therefore run as soon as the gradient is complete and the 
 bits of a step afterwards. True for optimizers that treat every parameter by itself; those that were compared are named.
 The commonest settings of these run in one pass over memory, with the same bits (see `one_pass_updates`).
 
-The records hold what decides on kernels; the optimizer is bound when a step is made (`OPTIMIZER`, `TRAINING`).
+The records hold what decides on kernels; the optimizer is bound when a step is made (`OPTIMIZER`, `LATER_STEP`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from undertow.ops.one_pass_updates import is_known, step_in_one_pass
 
 SEPARABLE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 OPTIMIZER = Live("optimizer")
-TRAINING = Live("training")  # a Training
+LATER_STEP = Live("later step")  # a LaterStep
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
@@ -117,7 +117,7 @@ DELIVER_GRADIENT = register_operation(
 
 
 @dataclass(eq=False)
-class Training:
+class LaterStep:
     """What a step afterwards works on; `num_calls` counts those of the step."""
 
     model: torch.nn.Module
@@ -130,7 +130,7 @@ NORM_BYTES = 2 * 64  # of a gradient: a number and its copy in the stack, each i
 
 @operation_maker
 def step_afterwards(kind: str) -> Operation:
-    """(training, norm to clip to, calls to accumulate, parameters, gradients, assignments): the optimizer's own step.
+    """(later step, norm to clip to, calls to accumulate, parameters, gradients, assignments): the optimizer's own step.
 
     For when all gradients are there: after clipping, or at every so many calls. `assignments` are parameters to which
     the forward pass itself gave another value, and that value.
@@ -150,7 +150,7 @@ def step_afterwards(kind: str) -> Operation:
 
 
 def _step_afterwards(
-    training: Training,
+    later: LaterStep,
     clip_norm: float | None,
     accumulate: int,
     parameters: tuple[torch.Tensor, ...],
@@ -159,14 +159,14 @@ def _step_afterwards(
 ) -> None:
     for parameter, value in assignments:
         _assign(parameter, value)
-    training.num_calls += 1
-    if training.num_calls % accumulate:
+    later.num_calls += 1
+    if later.num_calls % accumulate:
         return
     if clip_norm is not None:
         # In the model's order: a norm is a sum, and its last bit depends on the order.
-        torch.nn.utils.clip_grad_norm_(training.model.parameters(), clip_norm)
-    training.optimizer.step()
-    training.optimizer.zero_grad(set_to_none=True)
+        torch.nn.utils.clip_grad_norm_(later.model.parameters(), clip_norm)
+    later.optimizer.step()
+    later.optimizer.zero_grad(set_to_none=True)
 
 
 def _parts_of_step(node: Node, live: Mapping[str, Any]) -> Parts:
@@ -175,14 +175,14 @@ def _parts_of_step(node: Node, live: Mapping[str, Any]) -> Parts:
     The temporaries of one update live on until those of the next take their names. Those of a `foreach` step are there
     all at once.
     """
-    optimizer, clip_norm = live[TRAINING.name].optimizer, node.args[1]
+    optimizer, clip_norm = live[LATER_STEP.name].optimizer, node.args[1]
     is_at_once = any(group.get("foreach") for group in optimizer.param_groups)
     nodes = []
     for index, group in enumerate(optimizer.param_groups):
         values = [Value("parameter", TensorType.of(parameter)) for parameter in group["params"]]
         rows = [(value,) for value in values] if group.get("foreach") else [(values[0],), *pairwise(values)]
         operation = rehearsed_updates(type(optimizer).__name__, _settings(optimizer, index))
-        nodes += [Node(operation, (TRAINING, index, row), {}, (), Origin()) for row in rows]
+        nodes += [Node(operation, (LATER_STEP, index, row), {}, (), Origin()) for row in rows]
 
     def combine(costs: Sequence[Cost]) -> Cost:
         workspace_bytes = (sum if is_at_once else max)(cost.workspace_bytes for cost in costs)
@@ -194,7 +194,7 @@ def _parts_of_step(node: Node, live: Mapping[str, Any]) -> Parts:
 
 @operation_maker
 def rehearsed_updates(kind: str, settings: str) -> Operation:
-    """(training, group, parameters): updates in a row, which never run in a step: for what a step afterwards costs."""
+    """(later step, group, parameters): updates in a row, for what a step afterwards costs; they never run."""
     return Operation(f"updates_{kind.lower()}", _never_run, settings=settings, rehearse=_rehearse_updates)
 
 
@@ -202,10 +202,10 @@ def _never_run(*args: Any) -> None:
     raise AssertionError("a rehearsal is not part of any step")
 
 
-def _rehearse_updates(training: Training, group_index: int, parameters: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
+def _rehearse_updates(later: LaterStep, group_index: int, parameters: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
     gradients = [torch.ones_like(parameter) for parameter in parameters]
     twins = [torch.nn.Parameter(parameter) for parameter in parameters]
-    double = _double(training.optimizer, group_index, twins)
+    double = _double(later.optimizer, group_index, twins)
     _step(double, 0, twins, gradients)  # makes the state, which is not part of the cost
     return lambda: _step(double, 0, twins, gradients)
 

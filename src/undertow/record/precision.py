@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from undertow.api.budget_planning import Numerics
 from undertow.errors import CallError
 from undertow.ir.structure import tensors_in
+from undertow.terms import Numerics
 
 
 def with_precision(numerics: Numerics, model: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,380 @@
+"""The runner: finds or makes the capture that fits a call, and runs it.
+
+In: a Request and the arguments of a call. Out: what the model returns, with the derived backward pass attached. Calls
+are told apart by all that may change what was recorded: structure and types of the arguments, the state of the model,
+what branches on tensor values found.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from undertow.calls.model_state import ModelState
+from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
+from undertow.ir import Input, InputKind, Node, Plan
+from undertow.ir.structure import fill_slots, list_tensors, structure_key
+from undertow.ops.interpret import run_node
+from undertow.ops.modes import below_autograd
+from undertow.ops.own import GuardMiss
+from undertow.pipeline import Request, differentiable_outputs, expected_pattern, make_step, record
+from undertow.record.capture import Captured
+from undertow.record.origins import place_of
+from undertow.record.python_state import state_put_back
+from undertow.record.traced_tensor import TracedTensor
+from undertow.runtime.step import Pattern, Run, Step, attach_backward
+
+MAX_OUTCOMES = 64  # ways through a model's branches on tensor values
+MAX_CAPTURES = 32  # shapes, dtypes, modes
+MAX_PREPARED = 4  # evaluations of which the prepared weights are held at the same time
+# How much a call counts after the next one, when variants are tried in the order of their frequency: that of draws at
+# random is known from some twenty calls, and a branch that changes with the phase of training followed after a dozen.
+KEPT_SHARE = 0.95
+MAX_OUTSIDE_STATES = 2  # of something outside the model, until it counts as it was when it was captured
+MAX_NEW_STATES = 8  # captures in a row that each leave the model in a Python state of its own
+# One thread at a time: recording walks over all objects, and a tuple that another thread is building would be among
+# them, which Python answers with a SystemError there.
+_PLANNING = threading.RLock()
+
+
+class Variant:
+    """One captured way through the model, ready to run with and without gradients."""
+
+    def __init__(self, request: Request, captured: Captured) -> None:
+        self._request = request
+        self.captured = captured
+        self.differentiable = differentiable_outputs(captured.program)
+        self.pattern = expected_pattern(request, captured)
+        self.share = 0.0  # of the latest calls, how many took this way
+        self._steps: dict[Pattern, Step] = {}
+        self.places: dict[Step, _Places] = {}
+
+    def step(self) -> Step:
+        """The step for the gradients that are expected."""
+        return self.step_for(self.pattern)
+
+    def step_for(self, pattern: Pattern) -> Step:
+        """The step whose gradients come from the outputs marked in `pattern`."""
+        if pattern not in self._steps:
+            with _PLANNING:
+                if pattern not in self._steps:  # another thread may have made it meanwhile
+                    self._steps[pattern] = make_step(self._request, self.captured, pattern)
+        return self._steps[pattern]
+
+    def remember(self, pattern: Pattern) -> None:
+        """Expect the same gradients next time."""
+        self.pattern = pattern
+
+
+class _Followed:
+    """A place beyond the model's own attributes that the forward pass assigned, such as a flag of a class."""
+
+    def __init__(self, assignment: Any) -> None:
+        self.place = assignment.place
+        self._is_outside = assignment.is_outside
+        self._found = {assignment.before}
+
+    def see(self, assignment: Any) -> None:
+        """Count another assignment, and what was there before."""
+        self._found.add(assignment.before)
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether it changes at every call and is none of the model's, as a log is."""
+        return self._is_outside and len(self._found) > MAX_OUTSIDE_STATES
+
+    def key(self) -> Any:
+        """What is there."""
+        return None if self.is_forgotten else self.place.key()
+
+
+_PREPARED = object()  # stands for the prepared weights of a call
+
+
+class _Places:
+    """Where the inputs of a step are found at every call, as long as the model has these modules."""
+
+    def __init__(self, captured: Any, step: Step, modules: dict[str, torch.nn.Module]) -> None:
+        self.modules = modules
+        place_of: Callable[[Input], Any] = lambda item: captured.place_of(item, modules)  # noqa: E731
+        behind = step.preparation.inputs if step.preparation is not None else ()
+        self._behind: list[tuple[Any, Any]] = [place_of(item) for item in behind]
+        self._places: list[tuple[Any, Any]] = [
+            (_PREPARED, item.value) if item.kind is InputKind.PREPARED else place_of(item)
+            for item in step.program.inputs
+        ]
+
+    def find(self, step: Step, tensors: list[torch.Tensor]) -> list[Any]:
+        """The inputs, of a call with these tensors."""
+        if step.preparation is None:
+            return [(tensors if holder is None else holder)[key] for holder, key in self._places]
+        weights = [(tensors if holder is None else holder)[key] for holder, key in self._behind]
+        prepared = step.preparation.values(weights)
+        holders = ((prepared if holder is _PREPARED else holder, key) for holder, key in self._places)
+        return [(tensors if holder is None else holder)[key] for holder, key in holders]
+
+
+class Runner:
+    """Finds or makes the capture that fits a call, and runs it."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
+        self._last_lookup: tuple[Any, list[Variant]] = (), []  # comparing with it is cheaper than hashing
+        self._last: Variant | None = None
+        self._prepared: list[Step] = []  # those that hold prepared weights, the last used behind
+        self._last_run: Step | None = None  # the only one that may hold an arena or a CUDA graph
+        self._num_new_states = 0
+        self._followed: list[_Followed] = []  # what forward was seen to assign beyond the model's attributes
+        self._state = ModelState(request.model)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the step that was last prepared or run; a call that was refused leaves it as it was."""
+        assert self._last is not None
+        return self._last.step().describe()
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The model's parameters as the last call found them; asking the model itself takes longer."""
+        return self._state.parameters()
+
+    def forget(self) -> None:
+        """Capture and plan every call anew."""
+        self._variants.clear()
+        self._last_lookup = (), []
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Capture and plan the step for such a call; runs nothing."""
+        variant = self.variant_for(args, kwargs)
+        variant.step()
+        self._last = variant
+
+    def variant_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        """The variant that was last used for such a call; captured now if there is none."""
+        variants = self._lookup(args, kwargs, list_tensors(args, kwargs))
+        return variants[-1] if variants else self._add(variants, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = list_tensors(args, kwargs)
+        if any(isinstance(tensor, TracedTensor) for tensor in tensors):
+            return self.request.forward(*args, **kwargs)  # a model around this one is being captured
+        _refuse_tangents(tensors)
+        variants = self._lookup(args, kwargs, tensors)
+        seen: tuple[Any, ...] = ()  # what this step's guards found so far
+        while True:
+            fitting = [variant for variant in variants if variant.captured.outcomes[: len(seen)] == seen]
+            variant = _likeliest(fitting) if fitting else self._add(variants, args, kwargs)
+            if variant.captured.newly_required:
+                for place in variant.captured.newly_required:
+                    tensors[place].requires_grad_()
+                return self(*args, **kwargs)
+            try:
+                result = self._run(variant, tensors)
+            except GuardMiss as miss:
+                if not fitting:
+                    raise CaptureError(
+                        f"a branch on a tensor's value went another way when it was run than when it was captured "
+                        f"(guard {miss.index} found {miss.found!r}): its operations do not repeat"
+                    ) from None
+                seen = (*variant.captured.outcomes[: miss.index], miss.found)
+                continue
+            if len(variants) > 1:
+                variants.remove(variant)
+                variants.append(variant)
+                for item in variants:
+                    item.share *= KEPT_SHARE
+                variant.share += 1
+            if fitting:
+                self._num_new_states = 0
+            self._last = variant
+            return result
+
+    def walk(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_run: Callable[[Node], bool]
+    ) -> Iterator[tuple[Node, list[Any]]]:
+        """Run the operations of a call one by one, giving each with its outputs; buffers are not updated."""
+        variant = self.variant_for(args, kwargs)
+        tensors = list_tensors(args, kwargs)
+        step = variant.step()
+        program = step.plan.base
+        inputs = self._inputs(variant, step, tensors)
+        environment = {item.value: tensor for item, tensor in zip(step.program.inputs, inputs, strict=True)}
+        for node in filter(is_run, program.nodes):
+            with below_autograd():
+                run_node(node, environment, {**variant.captured.live, **self.request.live})
+            yield node, [environment[value] for value in node.named_outputs]
+
+    def _lookup(self, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> list[Variant]:
+        followed = tuple([item.key() for item in self._followed])
+        key = (structure_key(args), structure_key(kwargs), _sharing(tensors), self._state.key(), followed)
+        known, variants = self._last_lookup
+        if key != known:
+            variants = self._variants.setdefault(key, [])
+            self._variants.move_to_end(key)
+            if len(self._variants) > MAX_CAPTURES:
+                self._variants.popitem(last=False)
+            self._last_lookup = key, variants
+        return variants
+
+    def _add(self, variants: list[Variant], args: Any, kwargs: Any) -> Variant:
+        try:
+            # Hooks on saved tensors, such as those of torch.utils.checkpoint, are for what runs, not for recording it.
+            with _PLANNING, torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                captured = record(self.request, args, kwargs)
+        except UndertowError:
+            raise
+        except Exception as error:
+            self._fail_as_eager_does(args, kwargs)
+            reason = str(error).strip().partition("\n")[0]
+            raise CaptureError(
+                f"the model runs, but recording it failed at {place_of(error)}: {reason}; "
+                f"leave this part of the model unplanned (plan submodules instead)"
+            ) from error
+        if len(variants) >= MAX_OUTCOMES:
+            guards = [node for node in captured.program.nodes if node.operation.is_guard]
+            raise TooManyOutcomes(
+                f"branches on tensor values, or numbers read from them, went more than {MAX_OUTCOMES} ways, the last "
+                f"at {guards[-1].origin}: make the branch part of the computation (torch.where), move it out of the "
+                f"model, or leave this part of the model unplanned; BatchNorm with momentum=None reads another number "
+                f"at every step: give it a momentum"
+            )
+        self._refuse_ever_new_states(captured)
+        self._follow(captured.assignments)
+        variants.append(Variant(self.request, captured))
+        return variants[-1]
+
+    def _follow(self, assignments: tuple[Any, ...]) -> None:
+        """Tell calls apart by what the forward pass assigns: another state is another capture."""
+        if not assignments:
+            return
+        by_structure = [item.place for item in assignments if item.is_by_structure]
+        self._state.mark_assigned((id(place.owner), place.name) for place in by_structure)
+        for item in (item for item in assignments if not item.is_own):
+            known = next((other for other in self._followed if other.place.is_at(item.place)), None)
+            if known is not None:
+                known.see(item)
+                continue
+            self._followed.append(_Followed(item))
+            # What was captured before was captured for the place as it was.
+            self._variants = OrderedDict(
+                ((*key[:-1], (*key[-1], item.before)), variants) for key, variants in self._variants.items()
+            )
+            self._last_lookup = (), []
+
+    def _refuse_ever_new_states(self, captured: Any) -> None:
+        """A model that counts its own calls would be captured anew at every one of them."""
+        names = [item.path for item in captured.assignments if not item.has_tensors and not item.is_outside]
+        self._num_new_states = self._num_new_states + 1 if names else 0
+        if self._num_new_states > MAX_NEW_STATES:
+            raise CaptureError(
+                f"the forward pass changes the Python attribute {', '.join(names)} at every call, and each value needs "
+                f"a capture of its own; move the change out of forward, or keep it in a buffer"
+            )
+
+    def _fail_as_eager_does(self, args: Any, kwargs: Any) -> None:
+        """Run the model itself, so that a wrong call gives eager's own error; leaves generator and state alone."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.request.model.buffers()]
+        state = torch.get_rng_state()
+        try:
+            with torch.no_grad(), state_put_back(self.request.model, self.request.forward):
+                self.request.forward(*args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+            for buffer, before in buffers:
+                buffer.data.copy_(before)
+
+    def _inputs(self, variant: Variant, step: Step, tensors: list[torch.Tensor]) -> list[Any]:
+        """The tensors behind a step's inputs, prepared weights among them."""
+        modules = self._state.modules
+        if step not in variant.places or variant.places[step].modules is not modules:
+            variant.places[step] = _Places(variant.captured, step, modules)
+        return variant.places[step].find(step, tensors)
+
+    def _run(self, variant: Variant, tensors: list[torch.Tensor]) -> Any:
+        step = variant.step()
+        needs_gradient = any(variant.pattern)
+        self._release_others(step, needs_gradient)
+        inputs = self._inputs(variant, step, tensors)
+        states = [generator.get_state() for generator in step.generators if needs_gradient or step.has_guards]
+        kept = {place: inputs[place].clone() for place in step.replayed_updates} if needs_gradient else {}
+        try:
+            outputs, slots = step.run_forward(inputs)
+        except GuardMiss:
+            for generator, state in zip(step.generators, states, strict=True):
+                generator.set_state(state)
+            raise
+        for place, value in enumerate(step.program.outputs):
+            if value in step.input_index:
+                outputs[place] = inputs[step.input_index[value]]
+        if needs_gradient:
+            for place, old in kept.items():
+                inputs[place] = old
+            exposed = [outputs[place].detach() for place in step.exposed_outputs]
+            run = Run(
+                step=step,
+                step_for=variant.step_for,
+                inputs=inputs,
+                versions=[tensor._version for tensor in inputs],
+                slots=slots,
+                exposed=[(tensor, tensor._version) for tensor in exposed],
+                states=states,
+                remember=variant.remember,
+            )
+            for slot in step.exposed_slots:
+                slots[slot] = slots[slot].detach()
+            attach_backward(run, outputs, variant.differentiable)
+        for assignment in variant.captured.assignments:
+            if not any(item.is_forgotten and item.place.is_at(assignment.place) for item in self._followed):
+                assignment.apply(outputs)
+        return fill_slots(variant.captured.skeleton, outputs)
+
+    def release_memory(self) -> None:
+        """Let go of what the step that ran last holds between calls: its arena, its CUDA graph."""
+        if self._last_run is not None:
+            self._last_run.release_memory()
+
+    def persistent_tensors(self) -> list[torch.Tensor]:
+        """What is held between calls for the next one, apart from what the model holds."""
+        return [] if self._last_run is None else self._last_run.arena.tensors
+
+    def _release_others(self, step: Step, needs_gradient: bool) -> None:
+        """Let go of other steps' arenas and CUDA graphs, and of their prepared weights: all where gradients or a budget
+        need the memory, else the oldest.
+        """
+        if self._last_run is not step:
+            self.release_memory()
+        self._last_run = step
+        others = [item for item in self._prepared if item is not step]
+        most = 0 if needs_gradient or step.plan.budget_bytes is not None else MAX_PREPARED - 1
+        num_released = max(0, len(others) - most)
+        for item in others[:num_released]:
+            item.release_prepared()
+        self._prepared = others[num_released:] + ([] if step.preparation is None else [step])
+
+
+def _likeliest(variants: list[Variant]) -> Variant:
+    """The variant that most of the latest calls took; among equals, the one that was last used."""
+    return variants[0] if len(variants) == 1 else max(reversed(variants), key=lambda variant: variant.share)
+
+
+def _refuse_tangents(tensors: list[torch.Tensor]) -> None:
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(item).tangent is not None for item in tensors):
+        raise UndertowError(
+            "forward-mode differentiation through a planned module is not supported; call the module itself"
+        )
+
+
+def _sharing(tensors: list[torch.Tensor]) -> Any:
+    """Which arguments are the same tensor, and which lie in the same memory."""
+    ids = [id(tensor) for tensor in tensors]
+    if len(ids) < 2:
+        return ()
+    storages = [
+        id(tensor) if tensor.layout is not torch.strided else tensor.untyped_storage()._cdata for tensor in tensors
+    ]
+    return tuple(map(ids.index, ids)), tuple(map(storages.index, storages))

@@ -1,0 +1,123 @@
+"""What a whole training step does with its gradients: which optimizer takes them, and when.
+
+In: a Program with the backward pass from a loss, a model, an optimizer or none. Out: the Program with its updates.
+An optimizer that treats parameters one by one steps inside the backward pass, parameter by parameter. Clipping,
+accumulation, step hooks and other optimizers need all gradients: those step at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from undertow.errors import CallError
+from undertow.ir import Gradient, Program, Value
+from undertow.ops.updates import (
+    DELIVER_GRADIENT,
+    LATER_STEP,
+    OPTIMIZER,
+    LaterStep,
+    is_separable,
+    step_afterwards,
+    update_by,
+)
+from undertow.passes.updates import AtEnd, Use, add_updates
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """Without an optimizer, gradients are left to their parameters."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None
+    clip_norm: float | None = None
+    accumulate: int = 1
+    live: dict[str, Any] = field(init=False)  # what the Program's updates name
+
+    def __post_init__(self) -> None:
+        live: dict[str, Any] = {}
+        if self.optimizer is not None:
+            live = {OPTIMIZER.name: self.optimizer, LATER_STEP.name: LaterStep(self.model, self.optimizer)}
+        object.__setattr__(self, "live", live)
+
+    @cached_property
+    def updates_inside(self) -> bool:
+        """Whether the optimizer steps inside the backward pass; as it was when the step was made."""
+        return self.optimizer is not None and not self._why_later()
+
+    @property
+    def has_step_hooks(self) -> bool:
+        """Whether somebody wants to see the optimizer step."""
+        if self.optimizer is None:
+            return False
+        own = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
+        return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+    def trained(self) -> Iterator[torch.nn.Parameter]:
+        """The optimizer's parameters."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return (parameter for group in groups for parameter in group["params"])
+
+    def notes(self) -> tuple[str, ...]:
+        """Why the optimizer steps afterwards, where it does."""
+        if self.optimizer is None or self.updates_inside:
+            return ()
+        return (f"the optimizer steps after the backward pass, and gradients are held until then: {self._why_later()}",)
+
+    def add_to(self, program: Program) -> Program:
+        """The Program with what becomes of its gradients."""
+        uses = self._find_uses(program.gradients)
+        at_end = None
+        if self.optimizer is not None and not self.updates_inside:
+            settings = (LATER_STEP, self.clip_norm, self.accumulate)
+            at_end = AtEnd(step_afterwards(type(self.optimizer).__name__), settings)
+        return add_updates(program, lambda item: uses[item.input], at_end)
+
+    def added_up_bytes(self) -> int:
+        """The gradients that stay from call to call."""
+        updated = set(self.trained())
+        return sum(
+            item.nbytes for item in self.model.parameters() if item.requires_grad and self._is_added_up(item, updated)
+        )
+
+    def _why_later(self) -> str:
+        """What keeps the optimizer from stepping inside the backward pass; nothing where nothing does."""
+        name = type(self.optimizer).__name__
+        if self.clip_norm is not None:
+            return "clipping needs the norm of all gradients"
+        if self.accumulate > 1:
+            return "gradients are accumulated over calls"
+        if self.optimizer is not None and not is_separable(self.optimizer):
+            return f"{name} is not known to treat parameters one by one"
+        return f"{name} has step hooks" if self.has_step_hooks else ""
+
+    def _is_added_up(self, parameter: torch.nn.Parameter, updated: set[torch.nn.Parameter]) -> bool:
+        """Whether the parameter's gradient stays from call to call, as eager's does until somebody clears it."""
+        return self.accumulate > 1 or (self.optimizer is not None and parameter not in updated)
+
+    def _find_uses(self, gradients: Sequence[Gradient]) -> dict[Value, Use]:
+        """What is done with the gradient of each input that has one."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        groups = self.optimizer.param_groups if self.updates_inside and self.optimizer is not None else []
+        group_of = {id(item): index for index, group in enumerate(groups) for item in group["params"]}
+        updated = set(self.trained())
+        found: dict[Value, Use] = {}
+        for gradient in gradients:
+            if gradient.value is None:
+                continue
+            parameter = parameters.get(gradient.input.name)
+            if parameter is None:
+                raise CallError(f"{gradient.input} requires a gradient and is no parameter of the model; detach it")
+            if id(parameter) in group_of:
+                assert self.optimizer is not None
+                index = group_of[id(parameter)]
+                found[gradient.input] = Use(update_by(self.optimizer, index), True, True, (OPTIMIZER, index))
+            else:
+                is_added_up = self._is_added_up(parameter, updated)
+                found[gradient.input] = Use(DELIVER_GRADIENT, is_added_up, False, after=(is_added_up,))
+        return found

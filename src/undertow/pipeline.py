@@ -1,0 +1,271 @@
+"""The pipeline, from top to bottom: record, passes, differentiate, plan, check, run.
+
+In: a Request, which is what a user asked for, and the arguments of a call. Out: a Step that runs.
+
+    captured = record(request, args, kwargs)             the forward pass
+    pattern = expected_pattern(request, captured)        from which outputs gradients come
+    program = derive(request, captured.program, pattern)  passes, differentiation, passes, updates
+    plan = plan_step(request, captured, pattern)         derive, plan for the budget, check
+    step = make_step(request, captured, pattern)         the plan, bound to what is alive
+
+Everybody goes this way: planned modules, training steps, reports, inspection, tuning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from undertow import alternatives as alternatives  # they and the rules are registered
+from undertow import rules as rules
+from undertow.alternatives.registry import find_alternatives
+from undertow.autodiff.backward import differentiate
+from undertow.costs.table import find_costs
+from undertow.errors import CallError
+from undertow.ir import Node, Plan, Program
+from undertow.ir.check_plan import check_plan
+from undertow.ir.cleaning import forget_unread, remove_unused
+from undertow.ir.cost import Cost, signature
+from undertow.ir.plan import Outcome
+from undertow.ir.structure import Slot
+from undertow.memory.tables import make_plan
+from undertow.ops.interpret import NO_LIVE
+from undertow.passes.batch_norm_folding import fold_batch_norms
+from undertow.passes.choose import choose_kernels, lay_out_gradients
+from undertow.passes.fusion import fuse
+from undertow.passes.held_weights import hold_prepared
+from undertow.passes.layout import use_channels_last
+from undertow.passes.oversized import compact_oversized
+from undertow.passes.shape_only import forget_shape_only_reads
+from undertow.passes.training import Training
+from undertow.planner.plan import Planner, make_planner
+from undertow.record.capture import Captured, capture
+from undertow.record.precision import with_precision
+from undertow.report.refusal import refuse_budget
+from undertow.runtime.cuda_graphs import is_for_graph, with_graph_memory
+from undertow.runtime.held import held_bytes
+from undertow.runtime.step import Pattern, Step
+from undertow.terms import CostSource, Numerics, Preference, Terms
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a user asked for: a function of a model, on which terms, and what becomes of the gradients.
+
+    Without `training`, gradients come from the outputs that the user differentiates, and go to autograd.
+    """
+
+    model: torch.nn.Module
+    function: Callable[..., Any]
+    terms: Terms
+    training: Training | None = None
+    is_strict: bool = False  # an operation without a rule is an error
+
+    @cached_property
+    def forward(self) -> Callable[..., Any]:
+        """The function, in the precision that the terms ask for."""
+        return with_precision(self.terms.numerics, self.model, self.function)
+
+    @property
+    def live(self) -> Mapping[str, Any]:
+        """What updates of the step are bound to."""
+        return NO_LIVE if self.training is None else self.training.live
+
+
+def record(request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    """The forward pass as a Program: the function, run once on tensors without data."""
+    captured = capture(request.forward, args, kwargs, request.model)
+    if request.training is not None:
+        _check_loss(captured)
+    return captured
+
+
+def expected_pattern(request: Request, captured: Captured) -> Pattern:
+    """The outputs from which gradients will come: the model's own loss where it returns one, else all that can.
+
+    None of a training step, which differentiates its loss itself.
+    """
+    if request.training is not None:
+        return ()
+    places = differentiable_outputs(captured.program)
+    skeleton = captured.skeleton
+    loss = skeleton.get("loss") if isinstance(skeleton, dict) else getattr(skeleton, "loss", None)
+    if loss is not None and getattr(loss, "index", None) in places:
+        return tuple(place == loss.index for place in places)
+    return (True,) * len(places)
+
+
+def differentiable_outputs(program: Program) -> list[int]:
+    """The places of outputs that carry a gradient; an input that is returned carries its own."""
+    inputs = {item.value for item in program.inputs}
+    return [
+        place for place, value in enumerate(program.outputs) if value in program.differentiable and value not in inputs
+    ]
+
+
+def derive(
+    request: Request,
+    program: Program,
+    pattern: Pattern,
+    *,
+    preference: Preference = Preference.TIME,
+    is_holding: bool = True,
+) -> Program:
+    """The step as one Program: the forward pass, its derivative, updates, by the kernels that the terms allow.
+
+    `is_holding`: an evaluation holds prepared weights from call to call.
+    """
+    terms = request.terms
+    is_fast, is_on_gpu = terms.numerics is not Numerics.EXACT, _is_on_gpu(program)
+    places = differentiable_outputs(program)
+    if request.training is not None:
+        pattern = tuple(place == 0 for place in places)  # the loss
+    if is_fast:
+        program = use_channels_last(program)
+    if is_fast and not any(pattern) and not is_on_gpu:
+        program = fold_batch_norms(forget_unread(remove_unused(program)))
+    if any(pattern):
+        outputs = [program.outputs[place] for place, is_wanted in zip(places, pattern, strict=True) if is_wanted]
+        inputs = [item.value for item in program.inputs if item.value in program.differentiable]
+        program = forget_shape_only_reads(differentiate(program, outputs, inputs, is_strict=request.is_strict))
+    program = remove_unused(program)
+    if is_fast and is_on_gpu:
+        program = lay_out_gradients(fuse(program))
+        _compile(program.nodes)
+    elif is_fast:
+        costs = partial(find_costs, terms=replace(terms, costs=CostSource.MEASURED), live=NO_LIVE)
+        program = lay_out_gradients(choose_kernels(program, costs, _RANKING[preference]))
+    program = compact_oversized(program)
+    if request.training is not None:
+        program = request.training.add_to(program)
+    return hold_prepared(program) if is_holding else program
+
+
+_RANKING: dict[Preference, Callable[[Cost], Any]] = {
+    Preference.TIME: lambda cost: cost.duration_ns,
+    Preference.WORKSPACE: lambda cost: (cost.workspace_bytes, cost.duration_ns),
+}
+
+
+def find_held(request: Request, program: Program) -> dict[str, int]:
+    """What the step holds throughout, in bytes, by what it is."""
+    held = held_bytes(request.model, program, request.terms.optimizer)
+    added_up = 0 if request.training is None else request.training.added_up_bytes()
+    return held | ({"gradients": added_up} if added_up else {})
+
+
+def plan_step(request: Request, captured: Captured, pattern: Pattern) -> Plan:
+    """The checked plan of a step. Without a budget nothing is searched: operations run as they were derived."""
+    if request.terms.budget_bytes is not None:
+        return search_plan(request, captured, pattern)[0]
+    program = derive(request, captured.program, pattern)
+    plan = make_plan(
+        program,
+        held=find_held(request, program),
+        table=request.terms.table,
+        notes=_notes(request, program),
+    )
+    return check_plan(with_graph_memory(plan) if is_for_graph(plan) else plan)
+
+
+def search_plan(request: Request, captured: Captured, pattern: Pattern) -> tuple[Plan, Planner]:
+    """The checked plan within the budget, and the planner it is from; raises InfeasibleBudget.
+
+    Where nothing fits, kernels of least workspace are tried, if the terms allow other bits. Then weights are prepared
+    in every call instead of being held, with the same bits.
+    """
+    terms = request.terms
+    live = {**captured.live, **request.live}
+    for is_holding in (True, False):
+        derive_by = partial(derive, request, captured.program, pattern, is_holding=is_holding)
+        program = derive_by(preference=Preference.TIME)
+        planner, smaller = find_planner(request, program, live), None
+        plan, notes = find_plan(planner, terms.budget_bytes), _notes(request, program)
+        if plan is None and terms.numerics is not Numerics.EXACT:
+            other = derive_by(preference=Preference.WORKSPACE)
+            if list(map(signature, other.nodes)) != list(map(signature, program.nodes)):
+                smaller = find_planner(request, other, live)
+        if smaller is not None and terms.allows_other_bits:
+            plan = find_plan(smaller, terms.budget_bytes)
+            notes += ("the fastest kernels do not fit: those of least workspace run, and round otherwise",)
+        if plan is not None:
+            planner = smaller or planner
+            return check_plan(replace(_leave_room_for_graph(planner, plan), notes=notes)), planner
+        if program.preparation is None:
+            break
+    raise refuse_budget(planner, smaller, terms)
+
+
+def find_planner(request: Request, program: Program, live: Mapping[str, Any]) -> Planner:
+    """The planner of a derived step: its operations measured, its curve found."""
+    found = find_alternatives(program)
+    nodes = [*program.nodes, *(alternative.node for alternative in found)]
+    _compile(nodes)
+    return make_planner(
+        program,
+        found,
+        find_costs(nodes, request.terms, live),
+        find_held(request, program),
+        has_measured_costs=request.terms.costs is CostSource.MEASURED,
+        time_limit_s=request.terms.time_limit_s,
+    )
+
+
+def find_plan(planner: Planner, budget_bytes: int | None) -> Plan | None:
+    """The plan within a budget, not checked yet; None where the least found is more."""
+    if budget_bytes is not None and budget_bytes < planner.smallest.peak_bytes:
+        return None
+    return planner.plan_within(budget_bytes)
+
+
+def make_step(request: Request, captured: Captured, pattern: Pattern) -> Step:
+    """What was recorded, planned and ready to run."""
+    return Step(plan_step(request, captured, pattern), pattern, {**captured.live, **request.live})
+
+
+def _check_loss(captured: Captured) -> None:
+    slot, program = captured.skeleton, captured.program
+    is_one = isinstance(slot, Slot) and slot.index in differentiable_outputs(program)
+    if not is_one or program.outputs[slot.index].tensor_type.num_elements != 1:
+        raise CallError("the loss must be one scalar tensor that depends on a parameter; sum it, or take its mean")
+
+
+def _leave_room_for_graph(planner: Planner, plan: Plan) -> Plan:
+    """A plan that also fits when it runs as a CUDA graph; `plan` itself where there is none, or none is captured."""
+    budget_bytes, smaller = plan.budget_bytes, plan
+    while is_for_graph(smaller):
+        whole = with_graph_memory(smaller)
+        if budget_bytes is None or whole.peak_bytes <= budget_bytes:
+            outcome = plan.outcome if smaller is plan else Outcome.FEASIBLE
+            return replace(whole, budget_bytes=budget_bytes, lower_bound_ns=plan.lower_bound_ns, outcome=outcome)
+        wanted_bytes = max(smaller.peak_bytes - (whole.peak_bytes - budget_bytes), planner.smallest.peak_bytes)
+        if wanted_bytes >= smaller.peak_bytes:
+            break
+        found = find_plan(planner, wanted_bytes)
+        assert found is not None
+        smaller = found
+    return plan
+
+
+def _notes(request: Request, program: Program) -> tuple[str, ...]:
+    """What the plan of a program cannot see, and where the optimizer steps."""
+    names = {node.name for node in program.nodes if node.operation.runs_user_code}
+    notes: tuple[str, ...] = () if request.training is None else request.training.notes()
+    if not names:
+        return notes
+    unseen = f"what custom autograd Functions keep and allocate inside is not counted: {', '.join(sorted(names))}"
+    return (unseen, *notes)
+
+
+def _compile(nodes: Iterable[Node]) -> None:
+    for node in nodes:
+        if node.operation.compile is not None:
+            node.operation.compile()
+
+
+def _is_on_gpu(program: Program) -> bool:
+    return any(item.value.tensor_type.device.type == "cuda" for item in program.inputs)

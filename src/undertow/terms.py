@@ -1,0 +1,53 @@
+"""The terms of a step: the budget, which kernels may run, and where the costs of operations come from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from undertow.ir.cost import Cost
+
+
+class CostSource(StrEnum):
+    """Where the times of operations come from."""
+
+    MEASURED = "measured"
+    MODEL = "model"
+
+
+class Numerics(StrEnum):
+    """Which kernels may run: those with eager's bits, or also those that round otherwise within a stated bound.
+
+    `bf16` is `fast` for a forward pass in bfloat16 (see `record/precision.py`).
+    """
+
+    EXACT = "exact"
+    FAST = "fast"
+    BF16 = "bf16"
+
+
+class Preference(StrEnum):
+    """By what a kernel is chosen, where several may run."""
+
+    TIME = "time"
+    WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a plan is to keep to. Without a budget nothing is searched and nothing is measured.
+
+    `table` holds the measured costs that plans were made from; those that are in it beforehand are not measured again.
+    """
+
+    budget_bytes: int | None = None
+    optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
+    costs: CostSource = CostSource.MEASURED
+    time_limit_s: float = math.inf
+    numerics: Numerics = Numerics.EXACT
+    table: dict[str, Cost] = field(default_factory=dict, repr=False, compare=False)
+    allows_other_bits: bool = False
+    preference: Preference = Preference.TIME
