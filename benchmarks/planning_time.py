@@ -18,7 +18,7 @@ from torch import nn
 
 from undertow.api.training import make_step
 from undertow.models import ZOO
-from undertow.pipeline import derive, find_plan, find_planner, record
+from undertow.pipeline import derive, find_planner, record
 from undertow.planner import curve
 from undertow.terms import Terms
 
@@ -70,7 +70,7 @@ def plan_once(make: Callable[[], tuple[nn.Module, Any, Any, Any]]) -> dict[str, 
         planner = find_planner(step.request, program, captured.live)
         points = planner.curve.points
         budget = (points[0].peak_bytes + points[-1].peak_bytes) // 2
-        plan = find_plan(planner, budget)
+        plan = planner.plan_within(budget)
         seconds = time.perf_counter() - start
     return {
         "num_operations": len(program.nodes),

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from undertow.api.inspection import inspect as inspect
     from undertow.api.measuring import measure as measure
     from undertow.api.planning import plan as plan
+    from undertow.api.saved_plans import load_plan as load_plan
+    from undertow.api.saved_plans import save_plan as save_plan
     from undertow.api.traces import trace as trace
     from undertow.api.tradeoffs import largest_batch as largest_batch
     from undertow.api.tradeoffs import tradeoff as tradeoff
@@ -38,9 +40,11 @@ _HOMES = {
     "hvp": "functional",
     "inspect": "inspection",
     "largest_batch": "tradeoffs",
+    "load_plan": "saved_plans",
     "measure": "measuring",
     "numerical_gradient": "checks",
     "plan": "planning",
+    "save_plan": "saved_plans",
     "trace": "traces",
     "tradeoff": "tradeoffs",
     "train_step": "training",

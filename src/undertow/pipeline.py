@@ -13,6 +13,7 @@ Everybody goes this way: planned modules, training steps, reports, inspection, t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -25,12 +26,13 @@ from undertow import rules as rules
 from undertow.alternatives.registry import find_alternatives
 from undertow.autodiff.backward import differentiate
 from undertow.costs.table import find_costs
-from undertow.errors import CallError
+from undertow.errors import CallError, PlanError
 from undertow.ir import Node, Plan, Program
 from undertow.ir.check_plan import check_plan
 from undertow.ir.cleaning import forget_unread, remove_unused
 from undertow.ir.cost import Cost, signature
 from undertow.ir.plan import Outcome
+from undertow.ir.saving import SavedPlan
 from undertow.ir.structure import Slot
 from undertow.memory.tables import make_plan
 from undertow.ops.interpret import NO_LIVE
@@ -184,13 +186,13 @@ def search_plan(request: Request, captured: Captured, pattern: Pattern) -> tuple
         derive_by = partial(derive, request, captured.program, pattern, is_holding=is_holding)
         program = derive_by(preference=Preference.TIME)
         planner, smaller = find_planner(request, program, live), None
-        plan, notes = find_plan(planner, terms.budget_bytes), _notes(request, program)
+        plan, notes = planner.plan_within(terms.budget_bytes), _notes(request, program)
         if plan is None and terms.numerics is not Numerics.EXACT:
             other = derive_by(preference=Preference.WORKSPACE)
             if list(map(signature, other.nodes)) != list(map(signature, program.nodes)):
                 smaller = find_planner(request, other, live)
         if smaller is not None and terms.allows_other_bits:
-            plan = find_plan(smaller, terms.budget_bytes)
+            plan = smaller.plan_within(terms.budget_bytes)
             notes += ("the fastest kernels do not fit: those of least workspace run, and round otherwise",)
         if plan is not None:
             planner = smaller or planner
@@ -215,16 +217,36 @@ def find_planner(request: Request, program: Program, live: Mapping[str, Any]) ->
     )
 
 
-def find_plan(planner: Planner, budget_bytes: int | None) -> Plan | None:
-    """The plan within a budget, not checked yet; None where the least found is more."""
-    if budget_bytes is not None and budget_bytes < planner.smallest.peak_bytes:
-        return None
-    return planner.plan_within(budget_bytes)
+def adopt_plan(request: Request, captured: Captured, pattern: Pattern, saved: SavedPlan) -> Plan:
+    """The plan that was saved, possibly elsewhere, if it is one of this step; raises PlanError if not.
+
+    The step is derived here once more, by the kernels that were chosen where the plan was made.
+    """
+    request.terms.table.update(saved.costs())
+    for preference, is_holding in itertools.product(Preference, (True, False)):
+        program = derive(request, captured.program, pattern, preference=preference, is_holding=is_holding)
+        if saved.is_of(program):
+            _compile(program.nodes)
+            plan = saved.read(program)
+            break
+    else:
+        raise PlanError(
+            f"{saved.name} is the plan of another step: model, arguments, optimizer, numerics and version must be as "
+            f"they were when it was saved"
+        )
+    for name, size in find_held(request, program).items():
+        if size > plan.held.get(name, 0):
+            raise PlanError(f"{saved.name} counts {plan.held.get(name, 0)} bytes of {name}, and there are {size}")
+    budget_bytes = request.terms.budget_bytes
+    if budget_bytes is not None and plan.peak_bytes > budget_bytes:
+        raise PlanError(f"{saved.name} needs {plan.peak_bytes} bytes, and the budget is {budget_bytes} bytes")
+    return plan
 
 
-def make_step(request: Request, captured: Captured, pattern: Pattern) -> Step:
+def make_step(request: Request, captured: Captured, pattern: Pattern, saved: SavedPlan | None = None) -> Step:
     """What was recorded, planned and ready to run."""
-    return Step(plan_step(request, captured, pattern), pattern, {**captured.live, **request.live})
+    plan = plan_step(request, captured, pattern) if saved is None else adopt_plan(request, captured, pattern, saved)
+    return Step(plan, pattern, {**captured.live, **request.live})
 
 
 def _check_loss(captured: Captured) -> None:
@@ -245,7 +267,7 @@ def _leave_room_for_graph(planner: Planner, plan: Plan) -> Plan:
         wanted_bytes = max(smaller.peak_bytes - (whole.peak_bytes - budget_bytes), planner.smallest.peak_bytes)
         if wanted_bytes >= smaller.peak_bytes:
             break
-        found = find_plan(planner, wanted_bytes)
+        found = planner.plan_within(wanted_bytes)
         assert found is not None
         smaller = found
     return plan

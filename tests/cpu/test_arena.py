@@ -108,10 +108,10 @@ def test_the_arena_is_held_and_given_back():
     assert step.plan.tables.arena_bytes in held
     assert ut.measure(step, x, y).peak_bytes == step.plan.peak_bytes
     step(x[:64], y[:64])  # another shape has an arena of its own, and the first is gone
-    assert [tensor.nbytes for tensor in step._runner.persistent_tensors()] == [step.plan.tables.arena_bytes]
+    assert [tensor.nbytes for tensor in step.runner.persistent_tensors()] == [step.plan.tables.arena_bytes]
     assert step.plan.tables.arena_bytes not in held
     step.release()
-    assert not step._runner.persistent_tensors()
+    assert not step.runner.persistent_tensors()
     step(x, y)
 
 

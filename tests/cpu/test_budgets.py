@@ -25,7 +25,7 @@ from undertow.ir.cost import Cost
 from undertow.ir.structure import tensors_in
 from undertow.memory.placement import ALIGNMENT
 from undertow.models import SMALL, ZOO
-from undertow.pipeline import derive, find_plan, find_planner, record, search_plan
+from undertow.pipeline import derive, find_planner, record, search_plan
 from undertow.runtime.measure import measure_call
 from undertow.runtime.step import Step
 from undertow.terms import Terms
@@ -129,7 +129,7 @@ def test_every_budget(name):
     slowest = math.inf
     for number in range(NUM_BUDGETS):
         budget = least + (most - least) * number // (NUM_BUDGETS - 1)
-        plan = check_plan(find_plan(planned.planner, budget))
+        plan = check_plan(planned.planner.plan_within(budget))
         observed, measured_bytes = planned.run(plan)
         assert [item for item in expected if not same_bits(expected[item], observed[item])] == [], budget
         assert measured_bytes <= budget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from undertow.api.calls import check_call, check_optimizer
 from undertow.api.terms import parse_terms
 from undertow.calls.planned import make_planned
 from undertow.errors import CallError
+from undertow.ir.saving import read_plan
 
 
 def plan(
@@ -25,6 +27,7 @@ def plan(
     strict: bool = False,
     costs: str = "measured",
     time_limit_s: float = math.inf,
+    saved_plan: str | Path | None = None,
 ) -> Any:
     """A module with the model's parameters that trains by an explicit, derived backward pass.
 
@@ -32,7 +35,7 @@ def plan(
     `numerics="fast"` takes the fastest measured algorithms, within their error bounds, and times them at first use;
     `"bf16"` also computes in bfloat16, from float32 weights. Where those do not fit the budget, `allow_other_bits` lets
     others be taken that need less memory. `costs="model"` plans without measuring. `time_limit_s` ends the search for a
-    plan early.
+    plan early. `saved_plan` is a file of `save_plan`, made of the same step: it is run instead of a new plan.
     """
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
@@ -47,5 +50,5 @@ def plan(
     if hasattr(model, "undertow_runner"):
         raise CallError("model is already planned; plan the module it was made from")
     planned = make_planned(model, terms, strict)
-    planned.undertow_runner.prepare(args, kwargs or {})
+    planned.undertow_runner.prepare(args, kwargs or {}, None if saved_plan is None else read_plan(saved_plan))
     return planned

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import is_
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from undertow.api.terms import parse_terms
 from undertow.calls.runner import Runner
 from undertow.errors import CallError
 from undertow.ir import Node, Phase, Plan
+from undertow.ir.saving import SavedPlan, read_plan
 from undertow.passes.training import Training
 from undertow.pipeline import Request, derive, find_planner, record
 from undertow.planner.curve import Curve
@@ -44,13 +46,15 @@ def train_step(
     strict: bool = False,
     costs: str | Mapping[str, tuple[int, int]] = "measured",
     time_limit_s: float = math.inf,
+    saved_plan: str | Path | None = None,
 ) -> TrainStep:
     """A callable that trains: `step(*args, *targets, **kwargs)` returns the loss, and the parameters are updated.
 
     The loss is `loss(model(*args, **kwargs), *targets)`, or the model's own `.loss` where `loss` is None. `clip_norm`
     clips all gradients to that norm; `accumulate` updates at every so many calls, with the sum of their gradients.
     `numerics` and `allow_other_bits` are those of `plan`; the loss is part of what runs in bfloat16, as in autocast.
-    `costs` may be the `costs` of another step: the same ones give the same plan.
+    `costs` may be the `costs` of another step: the same ones give the same plan. `saved_plan` is a file of `save_plan`,
+    made of the same step: it is run instead of a new plan.
     """
     check_call(model, args, kwargs)
     check_training(model, optimizer, loss, targets)
@@ -68,7 +72,7 @@ def train_step(
         allow_other_bits=allow_other_bits,
     )
     step = make_step(model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict)
-    step.prepare((*args, *targets), kwargs or {})
+    step.prepare((*args, *targets), kwargs or {}, None if saved_plan is None else read_plan(saved_plan))
     return step
 
 
@@ -104,42 +108,42 @@ class TrainStep:
         assert request.training is not None
         self.request, self.training = request, request.training
         self.model, self.optimizer = request.model, request.training.optimizer
-        self._runner = Runner(request)
+        self.runner = Runner(request)
         self._bound = self._list_parameters()
         self._updated = set(self.training.trained())
 
     @property
     def plan(self) -> Plan:
         """The plan of the step that was last prepared or run; a call that was refused leaves it as it was."""
-        return self._runner.plan
+        return self.runner.plan
 
     @property
     def costs(self) -> dict[str, tuple[int, int]]:
         """What the plans were made from: nanoseconds and bytes of workspace of each measured operation."""
         return {key: (cost.duration_ns, cost.workspace_bytes) for key, cost in self.request.terms.table.items()}
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Capture and plan the step for such arguments; runs nothing."""
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> None:
+        """Capture and plan the step for such arguments, or take the plan that was saved; runs nothing."""
         with torch.enable_grad():
-            self._runner.prepare(args, kwargs)
+            self.runner.prepare(args, kwargs, saved)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._follow_parameters()
         self._check_untouched()
         with torch.enable_grad():
-            loss = self._runner(*args, **kwargs)
+            loss = self.runner(*args, **kwargs)
         if self.optimizer is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules ask for it
         return loss
 
     def _list_parameters(self) -> list[torch.nn.Parameter]:
-        return [*self._runner.parameters(), *self.training.trained()]
+        return [*self.runner.parameters(), *self.training.trained()]
 
     def _follow_parameters(self) -> None:
         """Plans name the parameters that they update: where model or optimizer have others, they are made anew."""
         found = self._list_parameters()
         if len(found) != len(self._bound) or not all(map(is_, found, self._bound)):
-            self._runner.forget()
+            self.runner.forget()
             self._bound, self._updated = found, set(self.training.trained())
 
     def _check_untouched(self) -> None:
@@ -149,7 +153,7 @@ class TrainStep:
                 "the optimizer got a step hook after train_step was made, and its updates run inside the backward "
                 "pass; register the hook first, and the optimizer steps afterwards"
             )
-        for parameter in self._runner.parameters():
+        for parameter in self.runner.parameters():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise CallError(
                     f"parameter {self._name_of(parameter)} has a gradient hook, which train_step does not call; remove "
@@ -168,12 +172,12 @@ class TrainStep:
         """Give back what the step holds between calls: its arena, until the next one, and its CUDA graph, which is
         captured anew when the step has run a few times more.
         """
-        self._runner.release_memory()
+        self.runner.release_memory()
 
     def walk(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Node, list[Any]]]:
         """Run a step one operation at a time, giving each with its outputs; no update is made."""
         with torch.enable_grad():
-            yield from self._runner.walk(args, kwargs, lambda node: node.phase is not Phase.UPDATE)
+            yield from self.runner.walk(args, kwargs, lambda node: node.phase is not Phase.UPDATE)
 
     def drop_gradients(self) -> None:
         """Without an optimizer gradients stay with their parameters, and the next call would add to them."""
@@ -184,7 +188,7 @@ class TrainStep:
         """What the step holds between calls: parameters, buffers, gradients, the optimizer's state, its arena."""
         entries = self.optimizer.state.values() if self.optimizer is not None else ()
         state = [item for entry in entries for item in entry.values()]
-        found = [*self.model.parameters(), *self.model.buffers(), *self._runner.persistent_tensors()]
+        found = [*self.model.parameters(), *self.model.buffers(), *self.runner.persistent_tensors()]
         found += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return found + [item for item in state if isinstance(item, torch.Tensor)]
 

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from undertow.calls.model_state import ModelState
 from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
 from undertow.ir import Input, InputKind, Node, Plan
+from undertow.ir.saving import SavedPlan
 from undertow.ir.structure import fill_slots, list_tensors, structure_key
 from undertow.ops.interpret import run_node
 from undertow.ops.modes import below_autograd
@@ -58,12 +59,12 @@ class Variant:
         """The step for the gradients that are expected."""
         return self.step_for(self.pattern)
 
-    def step_for(self, pattern: Pattern) -> Step:
-        """The step whose gradients come from the outputs marked in `pattern`."""
+    def step_for(self, pattern: Pattern, saved: SavedPlan | None = None) -> Step:
+        """The step whose gradients come from the outputs marked in `pattern`; made by the saved plan, if it is new."""
         if pattern not in self._steps:
             with _PLANNING:
                 if pattern not in self._steps:  # another thread may have made it meanwhile
-                    self._steps[pattern] = make_step(self._request, self.captured, pattern)
+                    self._steps[pattern] = make_step(self._request, self.captured, pattern, saved)
         return self._steps[pattern]
 
     def remember(self, pattern: Pattern) -> None:
@@ -148,10 +149,10 @@ class Runner:
         self._variants.clear()
         self._last_lookup = (), []
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Capture and plan the step for such a call; runs nothing."""
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> None:
+        """Capture and plan the step for such a call, or take the plan that was saved; runs nothing."""
         variant = self.variant_for(args, kwargs)
-        variant.step()
+        variant.step_for(variant.pattern, saved)
         self._last = variant
 
     def variant_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:

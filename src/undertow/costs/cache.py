@@ -9,10 +9,8 @@ A cache is a convenience: one that cannot be read is measured anew, one that can
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import platform
 import warnings
 from pathlib import Path
@@ -20,13 +18,11 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from undertow.cache import cache_folder
-from undertow.ir.cost import Cost
+from undertow.cache import cache_folder, write_whole
+from undertow.ir.cost import Cost, read_cost
 
 MAX_FILE_BYTES = 64 << 20  # a file from elsewhere is not read without end
 MAX_COSTS = 1 << 16  # inputs that change shape at every step would fill the disk
-# An hour in nanoseconds, 4 TiB: more was not measured here. The planner adds up such numbers in 64 bits.
-MAX_AMOUNT = 1 << 42
 LOCK_TIMEOUT_S = 10.0  # reading and writing the largest file takes a second
 # Raised where a kernel of our own comes to take another time or workspace: older measurements are left aside.
 KERNELS = 3
@@ -80,26 +76,13 @@ def _read(path: Path) -> dict[str, Cost]:
         if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
             return {}
         data = json.loads(path.read_text())
-        if not all(_is_amount(amount) for pair in data.values() for amount in pair):
-            return {}
-        return {key: Cost(duration, workspace) for key, (duration, workspace) in data.items()}
+        return {key: read_cost(pair) for key, pair in data.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
 
 
-def _is_amount(amount: object) -> bool:
-    return type(amount) is int and 0 <= amount <= MAX_AMOUNT
-
-
 def _write(path: Path, costs: dict[str, Cost]) -> None:
-    """Write a new file and rename it, so that a reader never sees half of one; the latest costs come last."""
+    """Write the costs, the latest last."""
     kept = list(costs.items())[-MAX_COSTS:]
     text = json.dumps({key: (cost.duration_ns, cost.workspace_bytes) for key, cost in kept})
-    fresh = path.with_suffix(f".{os.getpid()}")
-    try:
-        fresh.write_text(text)
-        os.replace(fresh, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        raise
+    write_whole(path, text.encode())

@@ -17,6 +17,17 @@ class Cost:
     workspace_bytes: int
 
 
+# An hour in nanoseconds, 4 TiB: more was never measured. The planner adds up such numbers in 64 bits.
+MAX_AMOUNT = 1 << 42
+
+
+def read_cost(pair: Any) -> Cost:
+    """A cost out of a file; raises ValueError where it is none."""
+    if len(pair) != 2 or not all(type(amount) is int and 0 <= amount <= MAX_AMOUNT for amount in pair):
+        raise ValueError(f"{pair!r} is no cost")
+    return Cost(*pair)
+
+
 def signature(node: Node) -> str:
     """Operation, types of its tensors, and its other arguments: calls that agree in it cost the same."""
     parts = [_describe(argument) for argument in node.args]

@@ -2,24 +2,28 @@
 
 Everything is plain data: numbers, texts, lists. Values are numbered, operations named by their makers and parameters
 and found through the registry, live things named. Nothing is unpickled, and nothing of a file is believed: its length
-and a hash are compared first, its structure as it is read, and what it says by `check_program` and `check_plan`.
-Floating-point numbers are written in hexadecimal, so that they come back bit for bit.
+and a hash are compared first, its structure as it is read, and what it says by `check_program` and `check_plan`. Who
+runs it derives the step for himself and compares. Times and workspaces are the writer's measurements, which nobody else
+can check. Floating-point numbers are written in hexadecimal, so that they come back bit for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from undertow.cache import write_whole
 from undertow.errors import PlanError, ProgramError
 from undertow.ir.check import check_program
 from undertow.ir.check_plan import check_plan
+from undertow.ir.cost import Cost, read_cost
 from undertow.ir.fragment import Fragment
 from undertow.ir.live import Live
 from undertow.ir.operation import Operation, find_operation
@@ -35,51 +39,87 @@ MAX_BYTES = 1 << 50  # of one value; more was never planned, and sums stay exact
 _FORMATS = {
     name: getattr(torch, name) for name in ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
 }
+_ORIGIN = 4  # where in the row of a node its origin stands
 _PLAIN_TABLES = ("storage_bytes", "offsets", "frees", "workspace_bytes", "duration_ns")
 _PLAIN = ("bases", "held", "live_bytes", "budget_bytes", "lower_bound_ns", "has_measured_costs", "notes")
 
 
-def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan to a file."""
-    Path(path).write_text(print_plan_data(plan))
+@dataclass(frozen=True, eq=False)
+class SavedPlan:
+    """A file's plan as plain data, and the costs that it was made from. Nothing of it was checked but its hash."""
+
+    name: str
+    data: Any
+
+    def costs(self) -> dict[str, Cost]:
+        """What the operations cost where the plan was made; kernels are chosen by it."""
+        with self._malformed():
+            return {_text(key): read_cost(cost) for key, cost in self.data["costs"].items()}
+
+    def read(self, base: Program | None = None) -> Plan:
+        """The checked plan; with `base`, the plan of that very Program, made of its values."""
+        with self._malformed():
+            plan = _Reader(self.data, base).plan()
+            check_program(plan.base)
+            check_program(plan.program)
+            return check_plan(plan)
+
+    def is_of(self, base: Program) -> bool:
+        """Whether the plan is one of this Program: the same operations on the same values, from whichever file."""
+        with self._malformed():
+            own = _Writer()
+            written = _as_read({"base": own.program(base), "values": own.values, "operations": own.operations})
+            theirs = {
+                "base": self.data["plan"]["base"],
+                "values": self.data["values"][: len(own.values)],
+                "operations": self.data["operations"][: len(own.operations)],
+            }
+            return _without_origins(written) == _without_origins(theirs)
+
+    @contextmanager
+    def _malformed(self) -> Iterator[None]:
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            reason = f"its data is malformed ({type(error).__name__}: {error})"
+            raise PlanError(f"{self.name}: {reason}") from error
+        except (ProgramError, PlanError) as error:
+            raise PlanError(f"{self.name}: {error}") from error
 
 
-def load_plan(path: str | Path) -> Plan:
-    """The checked plan in a file; raises PlanError where it is not one, or not a sound one."""
-    if Path(path).stat().st_size > MAX_FILE_BYTES:
-        raise PlanError(f"{path} is larger than any plan: more than {MAX_FILE_BYTES} bytes")
+def write_plan(plan: Plan, costs: Mapping[str, Cost], path: str | Path) -> None:
+    """Write a plan to a file, and the costs it was made from."""
+    data = _Writer().plan(plan) | {"costs": costs}
+    body = json.dumps(data, separators=(",", ":"), default=lambda cost: [cost.duration_ns, cost.workspace_bytes])
+    write_whole(Path(path), f"{FORMAT} sha256 {_hash(body)}\n{body}\n".encode())
+
+
+def read_plan(path: str | Path) -> SavedPlan:
+    """The plan in a file; raises PlanError where that is no whole file of a plan."""
     try:
-        return read_plan_data(Path(path).read_text())
-    except (UnicodeDecodeError, ProgramError, PlanError) as error:
-        raise PlanError(f"{path}: {error}") from error
-
-
-def print_plan_data(plan: Plan) -> str:
-    """A plan as text: a line with its format and hash, then the data."""
-    body = json.dumps(_Writer().plan(plan), separators=(",", ":"))
-    return f"{FORMAT} sha256 {_hash(body)}\n{body}\n"
-
-
-def read_plan_data(text: str) -> Plan:
-    """The checked plan in a text; raises PlanError where it is not one, ProgramError where it is malformed."""
-    head, _, body = text.partition("\n")
+        if Path(path).stat().st_size > MAX_FILE_BYTES:
+            raise PlanError(f"{path} is larger than any plan: more than {MAX_FILE_BYTES} bytes")
+        head, _, body = Path(path).read_text(encoding="utf-8").partition("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} cannot be read: {error}") from error
     body = body.removesuffix("\n")
     if head != f"{FORMAT} sha256 {_hash(body)}":
-        raise PlanError(f"this is no whole file of the format {FORMAT!r}; save the plan again with this version")
+        raise PlanError(f"{path} is no whole file of the format {FORMAT!r}; save the plan again with this version")
     try:
-        plan = _Reader(json.loads(body)).plan()
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise PlanError(f"the data of the plan is malformed ({type(error).__name__}: {error})") from error
-    check_program(plan.base)
-    check_program(plan.program)
-    return check_plan(plan)
+        return SavedPlan(str(path), json.loads(body))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path}: its data is malformed ({error})") from error
 
 
-def program_data(program: Program) -> Any:
-    """A Program as plain data: equal for equal Programs."""
-    writer = _Writer()
-    written = writer.program(program)
-    return {"values": writer.values, "operations": writer.operations, "program": written}
+def _as_read(data: Any) -> Any:
+    return json.loads(json.dumps(data))
+
+
+def _without_origins(data: Any) -> Any:
+    """The data with what each node runs, and not where in whose folders it was written."""
+    program = data["base"]
+    rows = [[*node[:_ORIGIN], *node[_ORIGIN + 1 :]] for node in program["nodes"]]
+    return data | {"base": program | {"nodes": rows}}
 
 
 def _hash(text: str) -> str:
@@ -113,6 +153,10 @@ class _Writer:
         }
         data |= {name: getattr(plan, name) for name in _PLAIN}
         return {"values": self.values, "operations": self.operations, "plan": data}
+
+    @property
+    def known(self) -> list[Value]:
+        return list(self._numbers)
 
     def program(self, program: Program) -> Any:
         return {
@@ -192,16 +236,19 @@ class _Writer:
 class _Reader:
     """Makes values once, and operations through the registry."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, base: Program | None) -> None:
         self.data = data["plan"]
-        self.values = [Value(_text(name), _read_type(kind)) for name, kind in data["values"]]
+        self._base = base
+        known = [] if base is None else _values_of(base)  # a file's first values are those of its base
+        self.values = known + [Value(_text(name), _read_type(kind)) for name, kind in data["values"][len(known) :]]
         self.operations: list[Operation] = []
         for maker, parameters in data["operations"]:  # each after those that it is made from
             self.operations.append(find_operation(_text(maker), self._argument(parameters)))
 
     def plan(self) -> Plan:
         data, tables = self.data, self.data["tables"]
-        base, program = self._program(data["base"]), self._program(data["program"])
+        base = self._program(data["base"]) if self._base is None else self._base
+        program = self._program(data["program"])
         return Plan(
             program=program,
             base=base,
@@ -292,6 +339,13 @@ class _Reader:
     def _fragment(self, data: Any) -> Fragment:
         reads, nodes, makes = data
         return Fragment(tuple(map(self._node, nodes)), tuple(map(self._value, reads)), tuple(map(self._value, makes)))
+
+
+def _values_of(program: Program) -> list[Value]:
+    """The values of a Program in the order in which they are written."""
+    writer = _Writer()
+    writer.program(program)
+    return writer.known
 
 
 def _write_type(kind: ValueType) -> Any:

@@ -28,6 +28,7 @@ import numpy as np
 from undertow.kernels.compiler import HAS_NUMBA
 from undertow.planner.bounds import lower_bound_peak
 from undertow.planner.instance import Instance, Int64s, replay
+from undertow.planner.kept_curves import keep_points, load_points
 from undertow.planner.search import FROZEN, WARM, Solution, minimum_peak, search
 
 NUM_LEVELS = 24
@@ -60,30 +61,36 @@ class Curve:
 
 _KNOWN: OrderedDict[bytes, Curve] = OrderedDict()
 MAX_KNOWN = 16  # the same step is often planned for one budget after another
+LEAST_KEPT_S = 0.2  # a search that takes less is not worth a file
 
 
 def find_curve(instance: Instance, *, seed: int = 0, time_limit_s: float = math.inf) -> Curve:
     """The curve of an instance, in free order. Deterministic unless `time_limit_s` ends it early."""
     key = instance.digest()
     if key not in _KNOWN:
-        curve = _find_curve(instance, seed, time_limit_s)
-        if not curve.is_complete:
-            return curve
-        _KNOWN[key] = curve
+        bound = lower_bound_peak(instance, False).amount
+        points = load_points(instance)
+        if points is None:
+            start_s = time.perf_counter()
+            points = _find_points(instance, bound, seed, start_s + time_limit_s)
+            end_s = time.perf_counter()
+            if end_s >= start_s + time_limit_s:
+                return Curve(tuple(points), bound, is_complete=False)
+            if end_s - start_s > LEAST_KEPT_S:
+                keep_points(instance, points)
+        _KNOWN[key] = Curve(tuple(points), bound, is_complete=True)
         if len(_KNOWN) > MAX_KNOWN:
             _KNOWN.popitem(last=False)
     return _KNOWN[key]
 
 
-def _find_curve(instance: Instance, seed: int, time_limit_s: float) -> Curve:
-    deadline_s = time.perf_counter() + time_limit_s
+def _find_points(instance: Instance, bound: int, seed: int, deadline_s: float) -> list[Solution]:
     num_kinds = max(1, instance.num_kinds)
     is_refined = num_kinds <= MOST_REFINED_KINDS
     most_moves = MOST_MOVES_BEFORE if is_refined else MOST_MOVES
     num_moves = min(MOVES_PER_KIND * num_kinds, most_moves, MOVES_TIMES_KINDS // num_kinds) // FEWER_MOVES
     base = replay(instance, instance.order)
     points = [Solution(instance.order, base.time, base.peak_bytes, 0)]
-    bound = lower_bound_peak(instance, False).amount
 
     def descend(level: int, start: Solution) -> Solution | None:
         tasks = [_Task(level, start.schedule, num_moves)] * (NUM_THREADS if is_refined else 1)
@@ -116,7 +123,7 @@ def _find_curve(instance: Instance, seed: int, time_limit_s: float) -> Curve:
     settling = min(SETTLING_MOVES_PER_KIND * num_kinds, most_moves) // FEWER_MOVES
     tasks = [_Task(point.peak_bytes, point.schedule, settling) for point in _undominated(points)]
     points += _search_all(instance, tasks, FROZEN, seed, deadline_s)
-    return Curve(_undominated(points), bound, time.perf_counter() < deadline_s)
+    return list(_undominated(points))
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,10 @@ class Planner:
     @cached_property
     def smallest(self) -> Plan:
         """The plan of the least peak; the same for every budget."""
-        plans = [self.realise(point, None) for point in self.curve.points[:3]]
-        return min(plans, key=lambda plan: plan.peak_bytes)
+        plan = min((self.realise(point, None) for point in self.curve.points[:3]), key=lambda plan: plan.peak_bytes)
+        while (smaller := self.plan_within(plan.peak_bytes - 1)) is not None:
+            plan = smaller
+        return plan
 
     def realise(self, point: Solution, budget_bytes: int | None) -> Plan:
         """The Plan that runs a point of the curve."""
