@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from undertow.alternatives.registry import find_alternatives
 from undertow.api.calls import check_call
 from undertow.api.terms import parse_numerics
 from undertow.costs.table import find_costs
+from undertow.ir import Operation
 from undertow.ir.cost import signature
 from undertow.pipeline import Request, derive, expected_pattern, record
 from undertow.terms import Numerics, Terms
@@ -38,7 +40,8 @@ def tune(
     """Time the operations of a training step in exact numerics and in those given, and keep the times on disk."""
     check_call(model, args, kwargs)
     keys: set[str] = set()
-    fast: dict[str, int] = {}
+    chosen: Counter[str] = Counter()
+    exact: set[Operation] = set()
     for kind in dict.fromkeys((Numerics.EXACT, parse_numerics(numerics))):
         request = Request(model, model.forward, Terms(numerics=kind))
         with torch.enable_grad():
@@ -47,8 +50,8 @@ def tune(
         nodes = [*program.nodes, *(alternative.node for alternative in find_alternatives(program))]
         find_costs(nodes, request.terms, captured.live)
         keys.update(signature(node) for node in nodes)
-        if kind is not Numerics.EXACT:
-            for node in program.nodes:
-                if node.name.endswith((".fused", ".onednn")) or node.name.startswith(("convolution", "batch_norm")):
-                    fast[node.name] = fast.get(node.name, 0) + 1
-    return Tuning(len(keys), fast)
+        if kind is Numerics.EXACT:
+            exact = {node.operation for node in program.nodes}
+        else:
+            chosen.update(node.name for node in program.nodes if node.operation not in exact)
+    return Tuning(len(keys), dict(chosen))
