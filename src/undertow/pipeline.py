@@ -44,6 +44,7 @@ from undertow.passes.layout import use_channels_last
 from undertow.passes.oversized import compact_oversized
 from undertow.passes.shape_only import forget_shape_only_reads
 from undertow.passes.training import Training
+from undertow.passes.views import undo_views
 from undertow.planner.plan import Planner, make_planner
 from undertow.record.capture import Captured, capture
 from undertow.record.precision import with_precision
@@ -134,7 +135,7 @@ def derive(
         outputs = [program.outputs[place] for place, is_wanted in zip(places, pattern, strict=True) if is_wanted]
         inputs = [item.value for item in program.inputs if item.value in program.differentiable]
         program = forget_shape_only_reads(differentiate(program, outputs, inputs, is_strict=request.is_strict))
-    program = remove_unused(program)
+    program = undo_views(remove_unused(program))
     if is_fast and is_on_gpu:
         program = lay_out_gradients(fuse(program))
         _compile(program.nodes)

@@ -33,6 +33,19 @@ from undertow.runtime.prepared_weights import Preparation
 Pattern = tuple[bool, ...]
 
 
+# From PyTorch 2.13 on, a backward may be given its cotangents in a list, and free them while it runs.
+TAKES_LISTS = hasattr(torch.autograd.function.BackwardCFunction, "apply_boxed")
+
+
+@dataclass(frozen=True)
+class Part:
+    """An autograd node of the backward pass: the segment it runs, if any, and the inputs whose gradients it returns."""
+
+    segment: int | None
+    owners: list[Value]
+    places: list[int]  # of the owners among the step's inputs
+
+
 class Step:
     """A Program ready to run, for a fixed set of outputs from which gradients come."""
 
@@ -58,7 +71,16 @@ class Step:
         kept = {roots.get(value) for value in self.code.slots}
         is_on_gpu = any(item.value.tensor_type.device.type == "cuda" for item in program.inputs)
         self._graph = GraphedStep(plan, live, self._run_whole) if is_on_gpu else None
+        self.parts = self._divide_backward()
         self.exposed_outputs = [place for place, value in enumerate(program.outputs) if roots[value] in kept]
+
+    def _divide_backward(self) -> list[Part]:
+        owners = [[item.input for item in segment.gradients] for segment in self.code.segments]
+        owners = owners or [[]]  # without a segment, the output still has a history in eager
+        # Inputs the expected gradient does not reach may be reached by another; they wait at the last segment.
+        owners[-1] += [gradient.input for gradient in self.program.gradients if gradient.value is None]
+        parts = [Part(index, row, [self.input_index[owner] for owner in row]) for index, row in enumerate(owners)]
+        return parts if TAKES_LISTS else [Part(None, [], []), *parts]
 
     def describe(self) -> Plan:
         """The plan, with a note on whether it runs as a CUDA graph where it is for a GPU."""
@@ -188,18 +210,19 @@ class Run:
         made = {value for node in program.first_pass for value in node.outputs}
         return {value for node in program.second_pass for value in node.inputs if value in made}
 
-    def gradients_of_segment(self, index: int) -> dict[Value, Any]:
-        """The gradients that segment `index` of the expected step completes, by input."""
+    def gradients_of(self, part: Part) -> list[Any]:
+        """The gradients that a part of the expected step's backward pass hands over."""
         if self.finished is not None:
-            return self.finished
-        segments = self.step.code.segments
-        if not segments:
-            return {}
-        assert self.slots is not None
-        gradients = self._run(segments[index], self.slots)
-        if index == len(segments) - 1:
-            self.slots = None
-        return gradients
+            gradients = self.finished
+        elif part.segment is None or not self.step.code.segments:
+            gradients = {}
+        else:
+            assert self.slots is not None
+            gradients = self._run(self.step.code.segments[part.segment], self.slots)
+            if part is self.step.parts[-1]:
+                self.slots = None
+        # Popping leaves autograd the only owner, so that it may keep the tensor instead of copying it.
+        return [gradients.pop(owner, None) for owner in part.owners]
 
     def _run(self, segment: Segment, slots: list[Any]) -> dict[Value, Any]:
         self._check_versions(segment.read_inputs)
@@ -231,17 +254,20 @@ class Run:
 
 
 class _Entry(torch.autograd.Function):
-    """Carries the outputs. Its backward only takes in the cotangents, so that they can be freed while segments run."""
+    """Carries the outputs. Its backward takes in the cotangents; where they can be freed then, it runs a segment too."""
+
+    boxed_grads_call = True
 
     @staticmethod
-    def forward(ctx: Any, run: Run, outputs: Sequence[torch.Tensor], sentinel: torch.Tensor, token: Any) -> Any:
-        ctx.run = run
+    def forward(ctx: Any, run: Run, outputs: Sequence[Any], part: Part, sentinel: Any, token: Any, *leaves: Any) -> Any:
+        ctx.run, ctx.part, ctx.has_next = run, part, token is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sentinel)
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *cts: Any) -> Any:
+    def backward(ctx: Any, *given: Any) -> Any:
+        cts = given[0] if TAKES_LISTS else list(given)
         try:
             ctx.saved_tensors  # noqa: B018  raises eager's own error when the graph was freed
         except RuntimeError:
@@ -254,40 +280,41 @@ class _Entry(torch.autograd.Function):
             )
         with below_autograd():
             ctx.run.start_backward(cts)
-        return None, None, None, torch.empty(0)
+            cts.clear()
+            gradients = ctx.run.gradients_of(ctx.part)
+        return None, None, None, None, _token(ctx), *gradients
 
 
 class _SegmentNode(torch.autograd.Function):
-    """One segment of the backward pass as an autograd node; `owners` are the inputs whose gradients it returns."""
+    """A further segment of the backward pass as an autograd node."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, index: int, owners: list[Value], token: Any, *leaves: Any) -> Any:
-        ctx.run, ctx.index, ctx.owners = run, index, owners
-        ctx.has_next = token is not None
+    def forward(ctx: Any, run: Run, part: Part, token: Any, *leaves: Any) -> Any:
+        ctx.run, ctx.part, ctx.has_next = run, part, token is not None
         ctx.set_materialize_grads(False)
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
         with below_autograd():
-            gradients = ctx.run.gradients_of_segment(ctx.index)
-        token = torch.empty(0) if ctx.has_next else None
-        # Popping leaves autograd the only owner, so that it may keep the tensor instead of copying it.
-        return None, None, None, token, *(gradients.pop(owner, None) for owner in ctx.owners)
+            gradients = ctx.run.gradients_of(ctx.part)
+        return None, None, _token(ctx), *gradients
+
+
+def _token(ctx: Any) -> torch.Tensor | None:
+    """What makes the node of the next segment run, if there is one."""
+    return torch.empty(0) if ctx.has_next else None
 
 
 def attach_backward(run: Run, outputs: list[Any], differentiable: Sequence[int]) -> None:
     """Put the run's backward pass behind the outputs at `differentiable` positions."""
-    step = run.step
-    # Inputs the expected gradient does not reach may be reached by another; they wait at the last segment.
-    owners = [gradient.input for gradient in step.program.gradients if gradient.value is None]
+    inputs, (first, *others) = run.inputs, run.step.parts
     token = None
-    # Without a segment, the output still has a history in eager: one node that hands over nothing.
-    for index in range(max(len(step.code.segments), 1) - 1, -1, -1):
-        owners += [item.input for segment in step.code.segments[index : index + 1] for item in segment.gradients]
-        leaves = [run.inputs[step.input_index[owner]] for owner in owners]
-        token = _SegmentNode.apply(run, index, owners, token, *leaves)
-        owners = []
+    for part in reversed(others):
+        token = _SegmentNode.apply(run, part, token, *[inputs[place] for place in part.places])
     carried = [outputs[place] for place in differentiable]
-    for place, tensor in zip(differentiable, _Entry.apply(run, carried, torch.empty(0), token), strict=True):
+    leaves = [inputs[place] for place in first.places]
+    for place, tensor in zip(
+        differentiable, _Entry.apply(run, carried, first, torch.empty(0), token, *leaves), strict=True
+    ):
         outputs[place] = tensor
