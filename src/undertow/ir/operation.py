@@ -94,7 +94,6 @@ class Operation:
     repeats: Operation | None = field(default=None, repr=False)  # run again here, under a recorded generator state
     functional_of: Operation | None = field(default=None, repr=False)  # made free of side effects here
     derivative_of: Operation | None = field(default=None, repr=False)  # differentiated here by PyTorch, at run time
-    compact_of: Operation | None = field(default=None, repr=False)  # with its output copied to memory of its size
     gradient: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)  # (args, *cts) -> a ct per argument
     shape_only: int | None = None  # the argument of which nothing but the shape is read
     second_runs: Callable[[Node], Iterable[Node]] = field(default=nothing, repr=False)  # that make some outputs again

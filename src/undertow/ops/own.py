@@ -333,7 +333,6 @@ def compact(inner: Operation) -> Operation:
     """An operation with its output in memory of its own size."""
     return replace(
         kernel(f"{inner.name}.compact", partial(_run_compact, inner)),
-        compact_of=inner,
     )
 
 

@@ -254,7 +254,7 @@ class Run:
 
 
 class _Entry(torch.autograd.Function):
-    """Carries the outputs. Its backward takes in the cotangents; where they can be freed then, it runs a segment too."""
+    """Carries the outputs. Its backward takes in the cotangents, and runs a segment if it can free them meanwhile."""
 
     boxed_grads_call = True
 

@@ -109,9 +109,9 @@ class Algorithm(ABC):
     @abstractmethod
     def forward(
         self, shape: ConvolutionShape, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor, *,
-        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None, kept: Tensor | None = None,
+        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Write y to `out`; with a ReLU, where it let through to `mask`; the transformed input to `kept`."""
+        """Write y to `out`; with a ReLU, where it let through to `mask`."""
 
     @abstractmethod
     def backward_data(
@@ -122,14 +122,10 @@ class Algorithm(ABC):
 
     @abstractmethod
     def backward_weight(
-        self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, ct_weight: Tensor, workspace: Tensor, *,
-        ct_bias: Tensor | None = None, mask: Tensor | None = None, kept: Tensor | None = None,
+        self, shape: ConvolutionShape, ct: Tensor, x: Tensor, ct_weight: Tensor, workspace: Tensor, *,
+        ct_bias: Tensor | None = None, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Write the cotangents of the weights and the bias; `kept`, where given, stands for x."""
-
-    def kept_bytes(self, shape: ConvolutionShape) -> int:
-        """What the forward pass can keep so that `backward_weight` needs no x; 0 where there is no such thing."""
-        return 0
+        """Write the cotangents of the weights and the bias."""
 
     def backward_bytes(self, shape: ConvolutionShape) -> int:
         """What `backward` needs as workspace when it computes everything."""
@@ -138,11 +134,11 @@ class Algorithm(ABC):
     def backward(
         self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, weight: Tensor, ct_x: Tensor | None,
         ct_weight: Tensor | None, ct_bias: Tensor | None, workspace: Tensor, *, mask: Tensor | None = None,
-        kept: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Both backward passes, those whose result is given."""
         if ct_weight is not None:
-            self.backward_weight(shape, ct, x, ct_weight, workspace, ct_bias=ct_bias, mask=mask, kept=kept)
+            assert x is not None
+            self.backward_weight(shape, ct, x, ct_weight, workspace, ct_bias=ct_bias, mask=mask)
         if ct_x is not None:
             self.backward_data(shape, ct, weight, ct_x, workspace, mask=mask)
 

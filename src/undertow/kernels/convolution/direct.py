@@ -47,7 +47,7 @@ class Direct(Algorithm):
 
     def forward(
         self, shape: ConvolutionShape, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor, *,
-        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None, kept: Tensor | None = None,
+        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
         geometry = shape.padding, shape.stride, shape.dilation, shape.groups
         if torch.backends.mkldnn.is_available() and shape.in_channels > 1:
@@ -73,15 +73,14 @@ class Direct(Algorithm):
         self.backward(shape, ct, None, weight, ct_x, None, None, workspace, mask=mask)
 
     def backward_weight(
-        self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, ct_weight: Tensor, workspace: Tensor, *,
-        ct_bias: Tensor | None = None, mask: Tensor | None = None, kept: Tensor | None = None,
+        self, shape: ConvolutionShape, ct: Tensor, x: Tensor, ct_weight: Tensor, workspace: Tensor, *,
+        ct_bias: Tensor | None = None, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.backward(shape, ct, x, ct_weight, None, ct_weight, ct_bias, workspace, mask=mask)
 
     def backward(
         self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, weight: Tensor, ct_x: Tensor | None,
         ct_weight: Tensor | None, ct_bias: Tensor | None, workspace: Tensor, *, mask: Tensor | None = None,
-        kept: Tensor | None = None,
     ) -> None:  # fmt: skip
         if mask is not None:
             pieces = Workspace(workspace)

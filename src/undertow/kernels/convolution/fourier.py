@@ -100,7 +100,7 @@ class Fourier(Algorithm):
 
     def forward(
         self, shape: ConvolutionShape, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor, *,
-        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None, kept: Tensor | None = None,
+        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
         pieces = _Pieces(shape, workspace)
         inputs, weights = pieces.transform(x, shape.padding), pieces.transform(weight, (0, 0))
@@ -122,10 +122,9 @@ class Fourier(Algorithm):
         pieces.transform_back(inputs, ct_x, shape.padding)
 
     def backward_weight(
-        self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, ct_weight: Tensor, workspace: Tensor, *,
-        ct_bias: Tensor | None = None, mask: Tensor | None = None, kept: Tensor | None = None,
+        self, shape: ConvolutionShape, ct: Tensor, x: Tensor, ct_weight: Tensor, workspace: Tensor, *,
+        ct_bias: Tensor | None = None, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        assert x is not None
         pieces = _Pieces(shape, workspace)
         cotangents = pieces.transform(pieces.masked(ct, mask, ct_bias), (0, 0)).conj_physical_()
         inputs, weights = pieces.transform(x, shape.padding), pieces.take(shape.out_channels, shape.in_channels)

@@ -90,7 +90,7 @@ class Im2col(Algorithm):
 
     def forward(
         self, shape: ConvolutionShape, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor, *,
-        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None, kept: Tensor | None = None,
+        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
         pieces = Workspace(workspace)
         patches, matrices = self._take_patches(shape, pieces), self._take_matrices(shape, weight, pieces)
@@ -116,10 +116,9 @@ class Im2col(Algorithm):
             )  # fmt: skip
 
     def backward_weight(
-        self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, ct_weight: Tensor, workspace: Tensor, *,
-        ct_bias: Tensor | None = None, mask: Tensor | None = None, kept: Tensor | None = None,
+        self, shape: ConvolutionShape, ct: Tensor, x: Tensor, ct_weight: Tensor, workspace: Tensor, *,
+        ct_bias: Tensor | None = None, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        assert x is not None
         pieces = Workspace(workspace)
         patches, matrices = self._take_patches(shape, pieces), pieces.take_floats(*_matrices_size(shape))
         ct = _masked(ct, mask, ct_bias, pieces)

@@ -72,7 +72,7 @@ class _Patches(PreparedAlgorithm):
 
     def forward(
         self, shape: ConvolutionShape, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor, *,
-        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None, kept: Tensor | None = None,
+        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
         # A byte of the mask must not straddle two pixels or two groups: they may be written by two threads.
         fused_mask = mask if shape.out_channels // shape.groups % 16 == 0 else None
@@ -134,10 +134,9 @@ class _Patches(PreparedAlgorithm):
         )  # fmt: skip
 
     def backward_weight(
-        self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, ct_weight: Tensor, workspace: Tensor, *,
-        ct_bias: Tensor | None = None, mask: Tensor | None = None, kept: Tensor | None = None,
+        self, shape: ConvolutionShape, ct: Tensor, x: Tensor, ct_weight: Tensor, workspace: Tensor, *,
+        ct_bias: Tensor | None = None, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        assert x is not None
         num_in, num_out = _channels(shape, False)
         block = _block(shape.num_taps * num_in)
         num_sums = _num_sums(shape, block)

@@ -108,7 +108,7 @@ class Plain(Algorithm):
 
     def forward(
         self, shape: ConvolutionShape, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor, *,
-        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None, kept: Tensor | None = None,
+        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
         _forward(flat(x), flat(weight), flat(out), _sizes(shape))
         finish_output(out, bias, has_relu, mask)
@@ -121,10 +121,9 @@ class Plain(Algorithm):
         _backward_data(flat(masked), flat(weight), flat(ct_x), _sizes(shape))
 
     def backward_weight(
-        self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, ct_weight: Tensor, workspace: Tensor, *,
-        ct_bias: Tensor | None = None, mask: Tensor | None = None, kept: Tensor | None = None,
+        self, shape: ConvolutionShape, ct: Tensor, x: Tensor, ct_weight: Tensor, workspace: Tensor, *,
+        ct_bias: Tensor | None = None, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        assert x is not None
         masked = _masked(shape, ct, mask, ct_bias, workspace)
         _backward_weight(flat(masked), flat(x), flat(ct_weight), _sizes(shape))
 

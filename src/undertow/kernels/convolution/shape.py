@@ -63,11 +63,6 @@ class ConvolutionShape:
         return self.batch * self.out_size[0] * self.out_size[1]
 
     @property
-    def num_in_pixels(self) -> int:
-        """Input positions of the whole batch."""
-        return self.batch * self.in_size[0] * self.in_size[1]
-
-    @property
     def flops(self) -> int:
         """Of one pass done directly: a multiplication and an addition per term. All three passes have as many."""
         return 2 * self.num_out_pixels * self.out_channels * (self.in_channels // self.groups) * self.num_taps

@@ -219,9 +219,6 @@ class Winograd(PreparedAlgorithm):
             return f"the padding is {shape.padding}, more than 2: the cotangent of the input would need a negative one"
         return None
 
-    def kept_bytes(self, shape: ConvolutionShape) -> int:
-        return align(_Side(shape, self.m, Pass.FORWARD).transformed_input_bytes)
-
     def workspace_bytes(self, shape: ConvolutionShape, step: Pass) -> int:
         return 64 + sum(map(align, _Side(shape, self.m, step).piece_bytes()))
 
@@ -237,13 +234,11 @@ class Winograd(PreparedAlgorithm):
 
     def forward(
         self, shape: ConvolutionShape, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor, *,
-        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None, kept: Tensor | None = None,
+        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
         # Two threads would write the two halves of one byte of the mask where a pixel's channels do not fill vectors.
         fused_mask = mask if shape.out_channels % 16 == 0 else None
-        self._convolve(
-            _Side(shape, self.m, Pass.FORWARD), x, None, weight, out, workspace, bias, has_relu, fused_mask, kept
-        )
+        self._convolve(_Side(shape, self.m, Pass.FORWARD), x, None, weight, out, workspace, bias, has_relu, fused_mask)
         if mask is not None and fused_mask is None:
             pack_signs_into(out, mask)
 
@@ -279,7 +274,7 @@ class Winograd(PreparedAlgorithm):
 
     def _convolve(
         self, side: _Side, source: Tensor, gate: Tensor | None, weight: Tensor, out: Tensor, workspace: Tensor,
-        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None, kept: Tensor | None = None,
+        bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> None:  # fmt: skip
         n, grid, num_tiles = self.m + 2, side.grid, side.num_tiles
@@ -292,21 +287,20 @@ class Winograd(PreparedAlgorithm):
             own,
         )  # fmt: skip
         if side.is_by_panels:
-            transformed = shared if kept is None else kept.data_ptr()
-            run_parallel(transform_all_inputs, n, *inputs, transformed, scratch)
+            run_parallel(transform_all_inputs, n, *inputs, shared, scratch)
             run_parallel(
-                convolve_panels, n, transformed, side.num_in, grid, num_tiles, weight.data_ptr(), *side.weight_strides,
+                convolve_panels, n, shared, side.num_in, grid, num_tiles, weight.data_ptr(), *side.weight_strides,
                 side.is_data, weight.data_ptr() if side.has_prepared else 0, *outputs,
             )  # fmt: skip
         else:
             prepared = weight.data_ptr() if side.has_prepared else shared
             if not side.has_prepared:
                 self._transform_weight(side, weight, shared, scratch)
-            run_parallel(convolve_blocks, n, *inputs, side.block, address_of(kept), prepared, *outputs)
+            run_parallel(convolve_blocks, n, *inputs, side.block, prepared, *outputs)
 
     def backward_weight(
-        self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, ct_weight: Tensor, workspace: Tensor, *,
-        ct_bias: Tensor | None = None, mask: Tensor | None = None, kept: Tensor | None = None,
+        self, shape: ConvolutionShape, ct: Tensor, x: Tensor, ct_weight: Tensor, workspace: Tensor, *,
+        ct_bias: Tensor | None = None, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
         side, n = _Side(shape, self.m, Pass.BACKWARD_WEIGHT), self.m + 2
         grid, num_tiles, num_sums = side.grid, side.num_tiles, side.num_sums
@@ -315,23 +309,19 @@ class Winograd(PreparedAlgorithm):
         gate, gate_kind = gate_of(mask)
         cotangents = ct.data_ptr(), gate, gate_kind, side.out_sizes, grid, num_tiles
         if side.is_by_panels:
-            transformed = address_of(kept)
-            if kept is None:
-                assert x is not None
-                transformed = shared.data_ptr()
-                run_parallel(
-                    transform_all_inputs, n, x.data_ptr(), 0, 0, side.in_sizes, side.padding, grid, num_tiles,
-                    transformed, scratch.data_ptr(),
-                )  # fmt: skip
             run_parallel(
-                correlate_panels, n, transformed, side.num_in, *cotangents, ct_weight.data_ptr(), address_of(ct_bias),
-                scratch.data_ptr(), own.data_ptr(),
+                transform_all_inputs, n, x.data_ptr(), 0, 0, side.in_sizes, side.padding, grid, num_tiles,
+                shared.data_ptr(), scratch.data_ptr(),
+            )  # fmt: skip
+            run_parallel(
+                correlate_panels, n, shared.data_ptr(), side.num_in, *cotangents, ct_weight.data_ptr(),
+                address_of(ct_bias), scratch.data_ptr(), own.data_ptr(),
             )  # fmt: skip
             return
         sums_of_bias = bias_sums[0] if ct_bias is not None else None
         run_parallel(
-            correlate_blocks, n, address_of(x), side.in_sizes, side.padding, *cotangents, side.block, address_of(kept),
-            num_sums, shared.data_ptr(), address_of(sums_of_bias), scratch.data_ptr(), own.data_ptr(),
+            correlate_blocks, n, x.data_ptr(), side.in_sizes, side.padding, *cotangents, side.block, num_sums,
+            shared.data_ptr(), address_of(sums_of_bias), scratch.data_ptr(), own.data_ptr(),
         )  # fmt: skip
         run_parallel(
             gather_weight_cotangent, n, shared.data_ptr(), num_sums, side.weight_sums_bytes, side.num_out, side.num_in,

@@ -7,8 +7,6 @@ In and out: addresses and sizes (integers). Two orders, both without a transform
 - by panels of 32 channels, for many channels on small images: the transformed input of all tiles is made once, and each
   thread takes its own panel of weights through transform, product and transform back. The transformed weights, four
   times the size of the weights, are never in memory as a whole.
-
-A kept transformed input V lies as [frequency][tile][row of channels] for all tiles, in both orders.
 """
 
 from __future__ import annotations
@@ -94,23 +92,23 @@ def transform_all_inputs(
 @numba.njit(parallel=True, cache=True, error_model="numpy")
 def convolve_blocks(
     n: int, source: int, gate: int, gate_kind: int, in_sizes: Any, padding: Any, grid: Any, num_tiles: int, block: int,
-    kept: int, weight: int, bias: int, residual: int, target: int, mask: int, has_relu: bool, out_sizes: Any,
+    weight: int, bias: int, residual: int, target: int, mask: int, has_relu: bool, out_sizes: Any,
     scratch: int, workspace: int,
 ) -> None:  # fmt: skip
-    """By blocks of tiles: y = A^T (U V) A, with U of all panels in `weight`; V goes to `kept` unless that is 0.
+    """By blocks of tiles: y = A^T (U V) A, with U of all panels in `weight`.
 
-    Workspace: for each thread V (unless kept) and M of a block.
+    Workspace: for each thread V and M of a block.
     """
     num_in, num_out, num_f = in_sizes[2], out_sizes[2], n * n
     a_row, c_row = row_bytes(num_in), row_bytes(num_out)
-    a_f, c_f = (block if kept == 0 else num_tiles) * a_row, block * c_row
-    a_bytes = num_f * a_f if kept == 0 else 0
+    a_f, c_f = block * a_row, block * c_row
+    a_bytes = num_f * a_f
     for index in numba.prange((num_tiles + block - 1) // block):
         thread = numba.get_thread_id()
         own_scratch, own = scratch + thread * SCRATCH_BYTES, workspace + thread * (a_bytes + num_f * c_f)
         first = index * block
         num_rows = min(block, num_tiles - first)
-        a, c = own if kept == 0 else kept + first * a_row, own + a_bytes
+        a, c = own, own + a_bytes
         _transform_inputs(
             n, source, gate, gate_kind, in_sizes, padding, grid, first, num_rows, a, a_f, own_scratch
         )  # fmt: skip
@@ -178,20 +176,19 @@ def _add_rows(source: int, panel_bytes: int, num_rows: int, num_channels: int, t
 @numba.njit(parallel=True, cache=True, error_model="numpy")
 def correlate_blocks(
     n: int, source: int, in_sizes: Any, padding: Any, cotangent: int, gate: int, gate_kind: int, out_sizes: Any,
-    grid: Any, num_tiles: int, block: int, kept: int, num_sums: int, target: int, ct_bias: int, scratch: int,
+    grid: Any, num_tiles: int, block: int, num_sums: int, target: int, ct_bias: int, scratch: int,
     workspace: int,
 ) -> None:  # fmt: skip
     """By blocks of tiles: ct_U = sum of V^T W, as `num_sums` partial sums [panel][frequency][input channel][32].
 
     The cotangent of the bias is the sum of W at the point (1, 1), where A ct A^T adds up the whole tile; as many
-    partial sums, a row of `row_bytes` each, at `ct_bias`. Workspace: for each partial sum V (unless kept) and W of a
-    block.
+    partial sums, a row of `row_bytes` each, at `ct_bias`. Workspace: for each partial sum V and W of a block.
     """
     num_in, num_out, num_f = in_sizes[2], out_sizes[2], n * n
     a_row, num_rows_c, num_panels = row_bytes(num_in), (num_in + 7) // 8 * 8, (num_out + PANEL - 1) // PANEL
     b_panel = block * PANEL_BYTES + 64
-    a_f, b_f = (block if kept == 0 else num_tiles) * a_row, num_panels * b_panel
-    a_bytes = num_f * a_f if kept == 0 else 0
+    a_f, b_f = block * a_row, num_panels * b_panel
+    a_bytes = num_f * a_f
     c_f = num_rows_c * PANEL_BYTES
     num_blocks = (num_tiles + block - 1) // block
     for part in numba.prange(num_sums):
@@ -201,9 +198,7 @@ def correlate_blocks(
         for index in range(part, num_blocks, num_sums):
             first, is_added = index * block, index >= num_sums
             num_rows = min(block, num_tiles - first)
-            a = own if kept == 0 else kept + first * a_row
-            if kept == 0:
-                _transform_inputs(n, source, 0, 0, in_sizes, padding, grid, first, num_rows, a, a_f, own_scratch)
+            _transform_inputs(n, source, 0, 0, in_sizes, padding, grid, first, num_rows, own, a_f, own_scratch)
             _transform_cotangents(
                 n, cotangent, gate, gate_kind, out_sizes, grid, first, num_rows, 0, num_out, b, b_f, b_panel,
                 own_scratch,
@@ -211,7 +206,7 @@ def correlate_blocks(
             for f in range(num_f):
                 for panel in range(num_panels):
                     multiply_panel(
-                        a + f * a_f, 4, a_row, b + f * b_f + panel * b_panel, c + (panel * num_f + f) * c_f,
+                        own + f * a_f, 4, a_row, b + f * b_f + panel * b_panel, c + (panel * num_f + f) * c_f,
                         PANEL_BYTES, num_rows_c, num_rows, is_added,
                     )  # fmt: skip
             if ct_bias != 0:
