@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from undertow import alternatives as alternatives  # they and the rules are registered
+from undertow import alternatives as alternatives  # importing these registers all that is in them
+from undertow import fast as fast
 from undertow import rules as rules
 from undertow.alternatives.registry import find_alternatives
 from undertow.autodiff.backward import differentiate

@@ -200,7 +200,7 @@ def test_one_channel_lies_in_both_layouts(name, is_training, monkeypatch):
         is_own = any(part in node.name for part in ("winograd_f(4x4", ".fused", ".evaluate"))
         return Cost(1 if is_native or is_own else 1000, 0)
 
-    monkeypatch.setattr("undertow.api.planning.measured_costs", lambda terms, nodes: cost_of)
+    monkeypatch.setattr("undertow.pipeline.find_costs", lambda nodes, terms, live: cost_of)
     torch.manual_seed(0)
     model, x = ONE_CHANNEL[name](), torch.randn(2, 16, 20, 20)
     exact = copy.deepcopy(model).double()

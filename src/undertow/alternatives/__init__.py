@@ -1,4 +1,7 @@
 """Other ways to the same bits, for the planner to choose from. Importing this package registers them."""
 
-from undertow.alternatives import batch_norm_again as batch_norm_again
-from undertow.alternatives import convolution_parts as convolution_parts
+import pkgutil
+from importlib import import_module
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    import_module(_module.name)

@@ -1,1 +1,7 @@
-"""Kernels of our own as operations, and for which nodes they may stand: one file per family."""
+"""Kernels of our own as operations, and for which nodes they may stand: one file per family, all registered here."""
+
+import pkgutil
+from importlib import import_module
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    import_module(_module.name)

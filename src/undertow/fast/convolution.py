@@ -21,6 +21,7 @@ from torch import Tensor
 from undertow.alternatives.registry import PACK_SIGNS, Code, packed_type, register_code, register_parts
 from undertow.fast.images import is_channels_last, is_float_image
 from undertow.fast.onednn import CONVOLUTION, REORDER_CONVOLUTION, has_onednn
+from undertow.fast.registry import is_plain_form, prepared_for, stands_for
 from undertow.ir import Node, Value
 from undertow.ir.operation import Operation, operation_maker
 from undertow.ir.types import contiguous_strides
@@ -288,26 +289,27 @@ _PREPARED = {
     item.name: prepared_convolution_by(item.name) for item in ALGORITHMS if isinstance(item, PreparedAlgorithm)
 }
 # What a convolution from prepared weights makes needless where the weights are fixed.
-PLAIN_FORM: dict[Any, Any] = {CONVOLUTION: torch.ops.aten.convolution.default} | {
-    operation: convolution_by(name) for name, operation in _PREPARED.items()
-}
+is_plain_form(torch.ops.aten.convolution.default, CONVOLUTION)
+for _name, _operation in _PREPARED.items():
+    is_plain_form(convolution_by(_name), _operation)
 _REFUSAL = {item.name: item.refusal for item in ALGORITHMS}
 
 
+@stands_for(torch.ops.aten.convolution.default)
 def convolution_choices(node: Node) -> list[Node]:
-    """Ways to run a forward convolution, the given one first."""
+    """Other ways to run a forward convolution."""
     x, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args
     (y,) = node.outputs
     if is_transposed or y is None or not is_float_image(x, weight) or not is_channels_last(y.tensor_type):
         return []
     geometry = (*map(tuple, (stride, padding, dilation)), groups)
-    own = [
+    return [
         replace(node, operation=convolution_by(name), args=(x, weight, bias, *geometry, False), kwargs={})
         for name in _able(x, weight, *geometry)
     ]
-    return [node, *own]
 
 
+@prepared_for(torch.ops.aten.convolution.default)
 def prepared_convolution_choices(node: Node) -> dict[Node, Node]:
     """Ways to run a forward convolution from prepared weights, each with the node that prepares them."""
     x, weight, bias, stride, padding, dilation, is_transposed, _, groups = node.args
@@ -344,8 +346,9 @@ def prepared_convolution_choices(node: Node) -> dict[Node, Node]:
     return found
 
 
+@stands_for(torch.ops.aten.convolution_backward.default)
 def convolution_backward_choices(node: Node) -> list[Node]:
-    """Ways to run both backward passes of a convolution, the given one first."""
+    """Other ways to run both backward passes of a convolution."""
     ct, x, weight, _, stride, padding, dilation, is_transposed, _, groups, wants = node.args
     ct_x, _, ct_bias = node.outputs
     if is_transposed or not is_float_image(x, weight) or (ct_bias is not None and node.outputs[1] is None):
@@ -356,11 +359,10 @@ def convolution_backward_choices(node: Node) -> list[Node]:
     given = tuple(value is not None for value in node.outputs)
     outputs = (ct_x, _contiguous(node.outputs[1]), ct_bias)
     args = (ct, x, weight, *geometry, given, None)
-    own = [
+    return [
         replace(node, operation=convolution_backward_by(name), args=args, kwargs={}, outputs=outputs)
         for name in _able(x, weight, *geometry)
     ]
-    return [node, *own]
 
 
 def with_relu(node: Node, result: Value) -> Node:

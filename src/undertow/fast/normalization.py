@@ -19,12 +19,16 @@ from torch import Tensor
 
 from undertow.alternatives.registry import Makers, SecondRun, register_second_run
 from undertow.fast.images import is_channels_last, is_float_image
+from undertow.fast.registry import stands_for
 from undertow.ir import Node, Value
+from undertow.ir.pytorch import operation_of
 from undertow.kernels.batch_norm import batch_norm_backward, batch_norm_evaluate, batch_norm_forward, rows_of
 from undertow.kernels.compiler import HAS_NUMBA
 from undertow.kernels.layer_norm import layer_norm_backward, layer_norm_forward
 from undertow.kernels.outputs import Out, given
-from undertow.ops.own import register_kernel
+from undertow.ops.own import functional, register_kernel
+
+aten = torch.ops.aten
 
 
 def _forward(
@@ -177,56 +181,61 @@ LAYER_NORM_BACKWARD = register_kernel(
 )
 
 
+@stands_for(aten.native_batch_norm.default, functional(operation_of(aten.native_batch_norm.default)))
 def batch_norm_choices(node: Node) -> list[Node]:
-    """Ways to run batch normalisation; of its outputs, evaluation is asked for the first alone."""
+    """Other ways to run batch normalisation; of its outputs, evaluation is asked for the first alone."""
     x, weight, bias, running_mean, running_var, is_training, momentum, epsilon = node.args
     if not is_float_image(x, weight, bias, running_mean):
         return []
     if is_training:
         args: Any = (x, weight, bias, running_mean, running_var, momentum, epsilon, None, False)
-        return [node, replace(node, operation=BATCH_NORM, args=args, kwargs={})]
+        return [replace(node, operation=BATCH_NORM, args=args, kwargs={})]
     return _evaluation(node, (x, weight, bias, running_mean, running_var, epsilon, None, False))
 
 
+@stands_for(aten._native_batch_norm_legit_no_training.default)
 def batch_norm_evaluation_choices(node: Node) -> list[Node]:
-    """Ways to run it by the running statistics."""
+    """Other ways to run it by the running statistics."""
     x, weight, bias, running_mean, running_var, _, epsilon = node.args
     if not is_float_image(x, weight, bias, running_mean):
         return []
     return _evaluation(node, (x, weight, bias, running_mean, running_var, epsilon, None, False))
 
 
+@stands_for(aten.native_batch_norm_backward.default)
 def batch_norm_backward_choices(node: Node) -> list[Node]:
-    """Ways to run its backward pass in training mode."""
+    """Other ways to run its backward pass in training mode."""
     ct, x, weight, _, _, mean, inverse_std, is_training, _, _ = node.args
     if not is_training or mean is None or not is_float_image(x, weight):
         return []
     if node.outputs[0] is None or not is_channels_last(node.outputs[0].tensor_type):
         return []
     args = (ct, x, weight, mean, inverse_std, None, False)
-    return [node, replace(node, operation=BATCH_NORM_BACKWARD, args=args, kwargs={}, outputs=(*node.outputs, None))]
+    return [replace(node, operation=BATCH_NORM_BACKWARD, args=args, kwargs={}, outputs=(*node.outputs, None))]
 
 
 def _evaluation(node: Node, args: tuple[Any, ...]) -> list[Node]:
     if any(value is not None for value in node.outputs[1:]):
         return []
-    return [node, replace(node, operation=BATCH_NORM_EVALUATE, args=args, kwargs={}, outputs=node.outputs[:1])]
+    return [replace(node, operation=BATCH_NORM_EVALUATE, args=args, kwargs={}, outputs=node.outputs[:1])]
 
 
+@stands_for(aten.native_layer_norm.default)
 def layer_norm_choices(node: Node) -> list[Node]:
-    """Ways to run layer normalisation over the last dim."""
+    """Other ways to run layer normalisation over the last dim."""
     x, shape, weight, bias, epsilon = node.args
     if not _are_rows(x, shape, weight, bias):
         return []
-    return [node, replace(node, operation=LAYER_NORM, args=(x, weight, bias, epsilon), kwargs={})]
+    return [replace(node, operation=LAYER_NORM, args=(x, weight, bias, epsilon), kwargs={})]
 
 
+@stands_for(aten.native_layer_norm_backward.default)
 def layer_norm_backward_choices(node: Node) -> list[Node]:
-    """Ways to run its backward pass."""
+    """Other ways to run its backward pass."""
     ct, x, shape, mean, inverse_std, weight, bias, _ = node.args
     if not _are_rows(x, shape, weight, bias):
         return []
-    return [node, replace(node, operation=LAYER_NORM_BACKWARD, args=(ct, x, mean, inverse_std, weight), kwargs={})]
+    return [replace(node, operation=LAYER_NORM_BACKWARD, args=(ct, x, mean, inverse_std, weight), kwargs={})]
 
 
 def _are_rows(x: Value, shape: Any, weight: Value | None, bias: Value | None) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from undertow.fast.images import is_channels_last, is_float_image
+from undertow.fast.registry import stands_for
 from undertow.ir import Node
 from undertow.ir.schema import bind_arguments
 from undertow.kernels.max_pool import max_pool_backward, max_pool_forward
@@ -64,8 +65,9 @@ MAX_POOL_BACKWARD = register_kernel("max_pool_backward.fused", _backward, writes
 _MOST_PLACES = 256  # in a window: the kernel notes the winner in a byte
 
 
+@stands_for(torch.ops.aten.max_pool2d_with_indices.default)
 def max_pool_choices(node: Node) -> list[Node]:
-    """Ways to run `max_pool2d_with_indices`, the given one first."""
+    """Other ways to run `max_pool2d_with_indices`."""
     y, indices = node.outputs
     target: Any = node.target
     bound = bind_arguments(target, node.args, node.kwargs)
@@ -77,7 +79,7 @@ def max_pool_choices(node: Node) -> list[Node]:
     if kernel[0] * kernel[1] > _MOST_PLACES:
         return []
     args = (x, kernel, stride, padding, dilation, y.tensor_type.shape[2:])
-    return [node, replace(node, operation=MAX_POOL_MAXIMA, args=args, kwargs={}, outputs=(y,))]
+    return [replace(node, operation=MAX_POOL_MAXIMA, args=args, kwargs={}, outputs=(y,))]
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:

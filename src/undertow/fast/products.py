@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from undertow.fast.onednn import PRODUCT_PREPARED, REORDER_PRODUCT, has_onednn
+from undertow.fast.registry import is_plain_form, prepared_for, stands_for
 from undertow.ir import Node, Value
 from undertow.kernels.compiler import HAS_NUMBA
 from undertow.kernels.outputs import Out, given
@@ -39,13 +40,15 @@ def _flops(left: Tensor, right: Tensor, *_: Any) -> int:
 
 # (left, right, bias or None) -> left @ right + bias
 PRODUCT = register_kernel("mm.onednn", _multiply, flops=_flops)
+is_plain_form(PRODUCT, PRODUCT_PREPARED)
 
 # (left, right) -> left @ right
 PACKED_PRODUCT = register_kernel("mm.packed", _multiply_packed, writes_into=True, flops=_flops)
 
 
+@stands_for(torch.ops.aten.mm.default)
 def product_choices(node: Node) -> list[Node]:
-    """Ways to run `mm(left, right)`."""
+    """Other ways to run `mm(left, right)`."""
     left, right = node.args
     found = _choices(node, left, right, None)
     if not found or not HAS_NUMBA:
@@ -53,14 +56,16 @@ def product_choices(node: Node) -> list[Node]:
     return [*found, replace(node, operation=PACKED_PRODUCT)]
 
 
+@stands_for(torch.ops.aten.addmm.default)
 def biased_product_choices(node: Node) -> list[Node]:
-    """Ways to run `addmm(bias, left, right)` where the bias is one number per column."""
+    """Other ways to run `addmm(bias, left, right)` where the bias is one number per column."""
     bias, left, right = node.args[:3]
     if node.kwargs or len(node.args) > 3 or len(bias.tensor_type.shape) != 1:
         return []
     return _choices(node, left, right, bias)
 
 
+@prepared_for(torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 def prepared_product_choices(node: Node) -> dict[Node, Node]:
     """The product by oneDNN with its right factor reordered ahead, and the node that reorders it."""
     has_bias = node.target is torch.ops.aten.addmm.default
@@ -81,4 +86,4 @@ def _choices(node: Node, left: Value, right: Value, bias: Value | None) -> list[
     has_elements = all(value.tensor_type.num_elements > 0 for value in (*given, result))
     if not (is_float and is_on_cpu and has_elements and has_onednn() and result.tensor_type.is_contiguous):
         return []
-    return [node, replace(node, operation=PRODUCT, args=(left, right, bias), kwargs={})]
+    return [replace(node, operation=PRODUCT, args=(left, right, bias), kwargs={})]

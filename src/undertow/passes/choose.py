@@ -14,27 +14,11 @@ from typing import Any
 
 import torch
 
-from undertow.fast.convolution import (
-    PLAIN_FORM,
-    convolution_backward_choices,
-    convolution_choices,
-    is_prepared,
-    prepared_convolution_choices,
-)
-from undertow.fast.normalization import (
-    batch_norm_backward_choices,
-    batch_norm_choices,
-    batch_norm_evaluation_choices,
-    layer_norm_backward_choices,
-    layer_norm_choices,
-)
-from undertow.fast.onednn import PRODUCT_PREPARED
-from undertow.fast.pooling import max_pool_choices
-from undertow.fast.products import PRODUCT, biased_product_choices, prepared_product_choices, product_choices
+from undertow.fast.convolution import is_prepared
+from undertow.fast.registry import find_choices, find_prepared_choices, plain_form_of
 from undertow.ir import Node, Origin, Phase, Program, Value
 from undertow.ir.cost import Cost
-from undertow.ir.pytorch import operation_of
-from undertow.ops.own import RESTRIDE, functional
+from undertow.ops.own import RESTRIDE
 from undertow.passes.chains import fold_chains
 from undertow.passes.folding import find_residuals, fold_activations
 from undertow.passes.held_weights import find_fixed
@@ -44,49 +28,23 @@ aten = torch.ops.aten
 
 CostTable = Callable[[Sequence[Node]], Callable[[Node], Cost]]
 
-# The nodes that may stand for a node, itself among them.
-_CHOICES: dict[Any, Callable[[Node], list[Node]]] = {
-    aten.convolution.default: convolution_choices,
-    aten.convolution_backward.default: convolution_backward_choices,
-    functional(operation_of(aten.native_batch_norm.default)): batch_norm_choices,
-    aten.native_batch_norm.default: batch_norm_choices,
-    aten._native_batch_norm_legit_no_training.default: batch_norm_evaluation_choices,
-    aten.native_batch_norm_backward.default: batch_norm_backward_choices,
-    aten.max_pool2d_with_indices.default: max_pool_choices,
-    aten.native_layer_norm.default: layer_norm_choices,
-    aten.native_layer_norm_backward.default: layer_norm_backward_choices,
-    aten.mm.default: product_choices,
-    aten.addmm.default: biased_product_choices,
-}
-
-# Further ones, with the nodes that prepare their weights, where those are the same in every call.
-_PREPARED_CHOICES: dict[Any, Callable[[Node], dict[Node, Node]]] = {
-    aten.convolution.default: prepared_convolution_choices,
-    aten.mm.default: prepared_product_choices,
-    aten.addmm.default: prepared_product_choices,
-}
-_PLAIN_FORM = PLAIN_FORM | {PRODUCT_PREPARED: PRODUCT}
-
 
 def choose_kernels(program: Program, measure: CostTable, rank: Callable[[Cost], Any]) -> Program:
     """The Program with the kernel of the lowest rank for each operation that has several."""
     program = choose_pairs(program, measure, rank)
-    choices = {
-        position: found
-        for position, node in enumerate(program.nodes)
-        if (found := _CHOICES.get(node.target, lambda node: [])(node))
-    }
-    if not choices:
-        return fold_chains(program, measure)
+    choices: dict[int, list[Node]] = {}
     preparations: dict[Node, Node] = {}
     fixed = find_fixed(program)
-    for position, found in choices.items():
-        node = program.nodes[position]
-        prepared = _PREPARED_CHOICES[node.target](node) if node.target in _PREPARED_CHOICES else {}
+    for position, node in enumerate(program.nodes):
+        found, prepared = [node, *find_choices(node)], find_prepared_choices(node) if fixed else {}
         if prepared and all(fixed.issuperset(item.inputs) for item in prepared.values()):
-            needless = {_PLAIN_FORM[item.target] for item in prepared}
-            choices[position] = [*(item for item in found if item.target not in needless), *prepared]
+            needless = {plain_form_of(item.operation) for item in prepared}
+            found = [*(item for item in found if item.target not in needless), *prepared]
             preparations |= prepared
+        if found != [node]:
+            choices[position] = found
+    if not choices:
+        return fold_chains(program, measure)
     timed = _as_timed(preparations, find_residuals(program))
     cost_of = measure([timed.get(node, node) for nodes in choices.values() for node in nodes])
 
