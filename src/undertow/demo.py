@@ -7,15 +7,12 @@ machine. `main` returns the exit code: 0 if all that should agree agrees, 1 if n
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes two lines whenever it runs
 
 import torch
 from torch import nn

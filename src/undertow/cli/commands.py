@@ -71,7 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes two lines to stderr whenever it runs
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may hold bytes that are no text
     output = io.StringIO()

@@ -3,21 +3,20 @@
 In: nodes. Out: a Cost per signature. Arguments are made up: random numbers of the right type, zeros for indices. What
 cannot be run alone (a custom Function's derivative reads a context; a guard raises) is left to the model of `ops.work`.
 
-Workspace is what a kernel allocates beyond its outputs: on the CPU from the profiler's memory events, all operations in
-one session, since starting the profiler costs more than most of them.
+Workspace is what a kernel allocates beyond its outputs.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from undertow.costs.usage import watch_memory
 from undertow.costs.work import work_of
-from undertow.errors import CallError, UndertowError
 from undertow.ir import Node, OpaqueType, Value
 from undertow.ir.cost import Cost, signature
 from undertow.ir.schema import flatten_outputs
@@ -35,7 +34,7 @@ MODEL_BYTES_PER_NS = 8.0
 MODEL_CALL_NS = 3_000
 
 Watch = Callable[[list[Any]], Iterable[Any]]
-_MEASURING = threading.Lock()  # PyTorch's profiler can run once only
+_MEASURING = threading.Lock()  # two at once would disturb each other's times
 
 
 def model_cost(node: Node) -> Cost:
@@ -115,56 +114,21 @@ def _measure_workspace(nodes: Sequence[Node], live: Mapping[str, Any]) -> list[i
         value.tensor_type.device.type == "cuda" for node in nodes for value in node.named_outputs
     ):
         return [_measure_workspace_cuda(node, live) for node in nodes]
-    if torch._C._autograd._profiler_enabled():
-        raise CallError(
-            "operations' memory is measured with torch.profiler, which can run once only, and it is running: make the "
-            'plan before profiling, or plan with costs="model"'
-        )
-    found: list[int | None] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for node in nodes:
-            found.append(_run_marked(node, live))
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    sizes = iter([event.nbytes() for event in events])
-    for index, output_bytes in enumerate(found):
-        if output_bytes is not None:
-            found[index] = max(0, _peak_between_marks(sizes) - output_bytes)
-    return found
+    with watch_memory():  # arguments are then known to the profiler, which warns of unknown memory that is given back
+        return [_measure_workspace_cpu(node, live) for node in nodes]
 
 
-# Two allocations of odd sizes mark an operation's begin and end among the memory events: their order can be relied on,
-# and the clocks of events and of ranges differ by more than a small kernel takes.
-BEGIN_BYTES, END_BYTES = 12_347, 12_349
-
-
-def _peak_between_marks(sizes: Iterator[int]) -> int:
-    """The most that was allocated at once between the next two marks."""
-    for size in sizes:
-        if size == BEGIN_BYTES:
-            break
-    current = peak = 0
-    for size in sizes:
-        if size == END_BYTES:
-            return peak
-        current += size
-        peak = max(peak, current)
-    raise UndertowError("torch.profiler lost the memory events of an operation that was measured; plan again")
-
-
-def _run_marked(node: Node, live: Mapping[str, Any]) -> int | None:
-    """Run a node between two marks; the bytes of its fresh outputs, None if it refused its arguments."""
+def _measure_workspace_cpu(node: Node, live: Mapping[str, Any]) -> int | None:
     with below_autograd(), torch.enable_grad():
         try:
             call, given = _prepare(node, live)
-            begin = torch.empty(BEGIN_BYTES, dtype=torch.uint8)
-            outputs = flatten_outputs(call())
-            end = torch.empty(END_BYTES, dtype=torch.uint8)
+            with watch_memory() as usage:
+                outputs = flatten_outputs(call())
         except (RuntimeError, IndexError):  # made-up numbers need not make sense to every kernel, nor need they fit
             return None
-    del begin, end
     kept = [output for output, value in zip(outputs, node.outputs, strict=False) if value is not None]
-    return sum(size for pointer, size in _storages(kept).items() if pointer not in given)
+    kept_bytes = sum(size for pointer, size in _storages(kept).items() if pointer not in given)
+    return max(0, usage.peak_bytes - kept_bytes)
 
 
 def _storages(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
@@ -184,13 +148,9 @@ def _measure_workspace_cuda(node: Node, live: Mapping[str, Any]) -> int | None:
     with below_autograd(), torch.enable_grad():
         try:
             call()  # what a kernel takes for itself at its first run, it keeps
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            outputs = call()
+            with watch_memory(is_cuda=True) as usage:
+                outputs = call()
         except (RuntimeError, IndexError):
             return None
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated() - before
     del outputs
-    return max(0, torch.cuda.max_memory_allocated() - before - held)
+    return usage.peak_bytes - usage.held_bytes

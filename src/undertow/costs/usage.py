@@ -1,0 +1,104 @@
+"""How much memory some code takes at once, as the allocator saw it.
+
+On the CPU PyTorch tells its profilers of every allocation, also of those inside kernels. The oldest of them is asked,
+the one behind `torch.autograd.profiler_legacy`: it starts in microseconds and says nothing, while the one behind
+`torch.profiler` writes two lines to stderr whenever it runs. On CUDA the allocator keeps its maximum itself.
+
+Watches nest: the outer one counts what is left of the inner one's memory, and not its peak.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch._C import _autograd, _profiler
+
+from undertow.errors import CallError
+
+
+@dataclass
+class Usage:
+    """Bytes beyond those at the start: what is held, and the most that was held at once."""
+
+    held_bytes: int = 0
+    peak_bytes: int = 0
+
+    def add(self, sizes: Iterable[int]) -> None:
+        """Count bytes in the order in which they were taken; what was given back is negative."""
+        for size in sizes:
+            self.held_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+
+class _Watch(ABC):
+    def __init__(self) -> None:
+        self.usage = Usage()
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+
+@final
+class _CpuWatch(_Watch):
+    def start(self) -> None:
+        if _autograd._profiler_enabled():
+            raise CallError(
+                "memory is measured with PyTorch's profiler, which can run once only, and it is running: plan and "
+                'measure before profiling, or plan with costs="model"'
+            )
+        kind, others = _profiler.ProfilerState.CPU, _profiler._ExperimentalConfig()
+        _autograd._enable_profiler_legacy(_profiler.ProfilerConfig(kind, False, True, False, False, False, others))
+
+    def stop(self) -> None:
+        # A list per thread: autograd may run a part of a backward pass in another one.
+        events: list[Any] = [event for events in _autograd._disable_profiler_legacy() for event in events]
+        events.sort(key=lambda event: event.start_us())
+        self.usage.add(event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc")
+
+
+@final
+class _CudaWatch(_Watch):
+    def start(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self._before_bytes = torch.cuda.memory_allocated()
+
+    def stop(self) -> None:
+        torch.cuda.synchronize()
+        held_bytes, peak_bytes = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        self.usage.add([peak_bytes - self._before_bytes, held_bytes - peak_bytes])
+
+
+class _Running(threading.local):
+    watch: _Watch | None = None
+
+
+_RUNNING = _Running()
+
+
+@contextmanager
+def watch_memory(is_cuda: bool = False) -> Iterator[Usage]:
+    """Count what this thread takes inside; the numbers are complete when the block ends."""
+    outer = _RUNNING.watch
+    if outer is not None:
+        outer.stop()
+    watch: _Watch = _CudaWatch() if is_cuda else _CpuWatch()
+    watch.start()
+    _RUNNING.watch = watch
+    try:
+        yield watch.usage
+    finally:
+        watch.stop()
+        _RUNNING.watch = outer
+        if outer is not None:
+            outer.usage.add([watch.usage.held_bytes])
+            outer.start()
