@@ -27,6 +27,7 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
         step.drop_gradients()
         seconds = _time(lambda: step(*args, **kwargs))
         step.drop_gradients()
+        step.release_arena()
         measured = measure_call(lambda: step(*args, **kwargs), step.persistent_tensors(), given)
         return replace(measured, step_s=seconds)
     if not isinstance(step, torch.nn.Module):
@@ -44,8 +45,9 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     seconds = _time(call)
     step.zero_grad(set_to_none=True)
     runner = getattr(step, "undertow_runner", None)
-    held = [] if runner is None else runner.persistent_tensors()
-    return replace(measure_call(call, [*step.parameters(), *step.buffers(), *held], given), step_s=seconds)
+    if runner is not None:
+        runner.release_arena()
+    return replace(measure_call(call, [*step.parameters(), *step.buffers()], given), step_s=seconds)
 
 
 class _Sum(torch.autograd.Function):

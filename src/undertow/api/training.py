@@ -174,6 +174,12 @@ class TrainStep:
         """
         self.runner.release_memory()
 
+    def release_arena(self) -> None:
+        """Give back the arena until the next call. Memory that is there before a measurement begins and goes within it
+        would not be seen to go.
+        """
+        self.runner.release_arena()
+
     def walk(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Node, list[Any]]]:
         """Run a step one operation at a time, giving each with its outputs; no update is made."""
         with torch.enable_grad():

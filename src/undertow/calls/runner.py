@@ -16,6 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from undertow.calls.model_state import ModelState
+from undertow.costs.usage import unwatched
 from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
 from undertow.ir import Input, InputKind, Node, Plan
 from undertow.ir.saving import SavedPlan
@@ -62,7 +63,7 @@ class Variant:
     def step_for(self, pattern: Pattern, saved: SavedPlan | None = None) -> Step:
         """The step whose gradients come from the outputs marked in `pattern`; made by the saved plan, if it is new."""
         if pattern not in self._steps:
-            with _PLANNING:
+            with _PLANNING, unwatched():
                 if pattern not in self._steps:  # another thread may have made it meanwhile
                     self._steps[pattern] = make_step(self._request, self.captured, pattern, saved)
         return self._steps[pattern]
@@ -225,7 +226,8 @@ class Runner:
     def _add(self, variants: list[Variant], args: Any, kwargs: Any) -> Variant:
         try:
             # Hooks on saved tensors, such as those of torch.utils.checkpoint, are for what runs, not for recording it.
-            with _PLANNING, torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            keep_hooks_out = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+            with _PLANNING, unwatched(), keep_hooks_out:
                 captured = record(self.request, args, kwargs)
         except UndertowError:
             raise
@@ -338,6 +340,11 @@ class Runner:
         """Let go of what the step that ran last holds between calls: its arena, its CUDA graph."""
         if self._last_run is not None:
             self._last_run.release_memory()
+
+    def release_arena(self) -> None:
+        """Let go of the arena until the next call, and of nothing else."""
+        if self._last_run is not None:
+            self._last_run.arena.release()
 
     def persistent_tensors(self) -> list[torch.Tensor]:
         """What is held between calls for the next one, apart from what the model holds."""

@@ -102,3 +102,13 @@ def watch_memory(is_cuda: bool = False) -> Iterator[Usage]:
         if outer is not None:
             outer.usage.add([watch.usage.held_bytes])
             outer.start()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Leave the peak of what runs inside out of a watch that is running: planning is no part of a step."""
+    if _RUNNING.watch is None:
+        yield
+        return
+    with watch_memory(isinstance(_RUNNING.watch, _CudaWatch)):
+        yield

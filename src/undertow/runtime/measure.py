@@ -1,7 +1,8 @@
 """Peak memory and time of a call as the allocator and the clock saw them.
 
 The peak is the bytes alive before the call and the most that was taken beyond, by kernels for themselves too. On CUDA
-what graphs hold comes besides: the allocator does not see them use it.
+what graphs hold comes besides: the allocator does not see them use it. Where a step is planned anew meanwhile, planning
+is left out.
 """
 
 from __future__ import annotations
