@@ -353,6 +353,34 @@ def test_layouts_that_fake_tensors_get_wrong_keep_bits_and_budget(num_channels):
     assert 0.995 * step.plan.peak_bytes <= measured_bytes <= refusal.value.minimum_bytes
 
 
+def test_what_is_kept_to_run_the_forward_pass_again_is_counted():
+    """The earlier value of a buffer that the forward pass reads and then writes."""
+
+    class Drift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+            self.register_buffer("drift", torch.zeros(1024, 64))
+
+        def forward(self, x):
+            y = torch.tanh(x @ self.weight + self.drift)
+            self.drift.mul_(0.9).add_(x)
+            return y
+
+    model, x = Drift(), torch.randn(1024, 64)
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        ut.plan(model, (x,), budget=1)
+    planned = ut.plan(model, (x,), budget=refusal.value.minimum_bytes)
+
+    def step():
+        y = planned(x)
+        y.backward(torch.ones_like(y))
+
+    assert planned.plan.held["earlier buffers"] == model.drift.nbytes
+    persistent = [model.weight, model.drift, x]
+    assert measure_call(step, persistent).peak_bytes <= refusal.value.minimum_bytes
+
+
 def test_a_model_whose_gradients_are_cotangents_alone_is_planned():
     class Shift(nn.Module):
         def __init__(self):

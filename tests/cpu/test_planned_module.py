@@ -94,6 +94,22 @@ def test_retained_graph_runs_again():
     run_both(pair(), act)
 
 
+def test_a_number_that_was_read_is_read_again_as_it_was():
+    """BatchNorm with momentum=None reads the number of batches that it has counted."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, momentum=None))
+    x = torch.randn(16, 8)
+    planned = ut.plan(copy.deepcopy(eager), (x,))
+
+    def act(model):
+        for _ in range(2):
+            loss = model(x).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+    run_both((eager, planned), act)
+
+
 def test_second_backward_without_retaining_is_eagers_error():
     planned = pair()[1]
     loss = planned(torch.randn(4, 8)).sum()

@@ -8,6 +8,7 @@ import torch
 
 from undertow.costs.optimizer_state import count_optimizer_state
 from undertow.ir import InputKind, Program
+from undertow.memory.replays import find_replayed_updates
 from undertow.ops.interpret import generator_of, state_type_of
 from undertow.runtime.cuda_graphs import workspace_bytes
 
@@ -23,6 +24,8 @@ def held_bytes(
         "constants": _input_bytes(program, InputKind.CONSTANT, InputKind.ATTRIBUTE),
         "prepared weights": _input_bytes(program, InputKind.PREPARED),
     }
+    if program.cotangents:
+        held["earlier buffers"] = sum(value.type.allocated_bytes for value in find_replayed_updates(program))
     if program.cotangents or any(node.operation.is_guard for node in program.first_pass):
         # Kept with every forward pass, so that a second backward pass, or another way at a branch, can run it again.
         drawing = {generator_of(node): node for node in program.first_pass if node.operation.is_random}

@@ -21,6 +21,7 @@ from undertow.errors import UndertowError
 from undertow.ir import Plan, Value
 from undertow.kernels.threads import survive_forks
 from undertow.memory.lifetimes import find_lifetimes
+from undertow.memory.replays import find_replayed_updates
 from undertow.ops.interpret import generators_of
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import bind
@@ -63,7 +64,7 @@ class Step:
         self.input_index = {item.value: position for position, item in enumerate(program.inputs)}
         self.update_inputs = [self.input_index[update.input] for update in program.updates]
         self._update_groups = self._group_updates()
-        self.replayed_updates = self._find_replayed_updates()
+        self.replayed_updates = [self.input_index[value] for value in find_replayed_updates(program)]
         roots = find_lifetimes(program).root
         exposed = {roots[value] for value in program.outputs}
         # Slots whose memory the user can reach through an output, and could overwrite before the backward pass.
@@ -132,17 +133,6 @@ class Step:
             positions.append(self.input_index[update.input])
             places.append(place)
         return list(groups.values())
-
-    def _find_replayed_updates(self) -> list[int]:
-        """Updated inputs whose old value the backward pass would need; batch normalisation's statistics are not."""
-        needed = set(self.code.slots)
-        for node in self.program.second_pass:
-            needed.update(node.inputs)
-        for node in reversed(self.program.first_pass):
-            if any(value in needed for value in node.outputs):
-                dropped = {node.args[place] for place in node.operation.droppable}
-                needed.update(value for value in node.inputs if value not in dropped)
-        return [position for position in self.update_inputs if self.program.inputs[position].value in needed]
 
 
 @dataclass(eq=False)
