@@ -48,6 +48,7 @@ from undertow.passes.training import Training
 from undertow.passes.views import undo_views
 from undertow.planner.plan import Planner, make_planner
 from undertow.record.capture import Captured, capture
+from undertow.record.losses import find_loss
 from undertow.record.precision import with_precision
 from undertow.report.refusal import refuse_budget
 from undertow.runtime.cuda_graphs import is_for_graph, with_graph_memory
@@ -96,9 +97,13 @@ def expected_pattern(request: Request, captured: Captured) -> Pattern:
     if request.training is not None:
         return ()
     places = differentiable_outputs(captured.program)
-    skeleton = captured.skeleton
-    loss = skeleton.get("loss") if isinstance(skeleton, dict) else getattr(skeleton, "loss", None)
-    if loss is not None and getattr(loss, "index", None) in places:
+    outputs = captured.program.outputs
+
+    def is_scalar(item: Any) -> bool:
+        return isinstance(item, Slot) and item.index in places and outputs[item.index].tensor_type.shape == ()
+
+    loss = find_loss(captured.skeleton, is_scalar)
+    if isinstance(loss, Slot) and loss.index in places:
         return tuple(place == loss.index for place in places)
     return (True,) * len(places)
 

@@ -1,8 +1,11 @@
 """`ut.measure`: what it runs, what it counts, and that nobody notices it."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import undertow as ut
 from undertow.costs.usage import unwatched, watch_memory
@@ -73,6 +76,113 @@ def test_a_step_that_is_planned_anew_at_every_call_is_measured(kind):
         step = ut.plan(model, (x,), budget="1MiB")
     else:
         step = ut.train_step(model, (x,), loss=torch.sum, budget="1MiB")
-    first, second = ut.measure(step, x).peak_bytes, ut.measure(step, x).peak_bytes
-    assert first == second <= step.plan.peak_bytes
-    assert first >= 0.9 * step.plan.peak_bytes
+    for _ in range(2):
+        measured = ut.measure(step, x).peak_bytes
+        assert 0.9 * step.plan.peak_bytes <= measured <= step.plan.peak_bytes
+
+
+def test_a_module_that_is_planned_anew_inside_the_backward_pass_is_refused_in_one_line():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8, momentum=None)
+
+        def forward(self, x):
+            return self.norm(x), self.norm.weight * x
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.two = ut.plan(Two(), (torch.randn(32, 8),), budget="1MiB")
+
+        def forward(self, x):
+            return self.two(x)[0]
+
+    with pytest.raises(ut.UndertowError, match="measure that module alone"):
+        ut.measure(First(), torch.randn(32, 8))
+    assert measure_call(lambda: torch.randn(10), []).peak_bytes == 40
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
+RETURNS = {
+    "dict": lambda loss, logits: {"logits": logits, "loss": loss},
+    "dataclass": lambda loss, logits: Output(logits, loss),
+    "tuple": lambda loss, logits: (loss, logits),
+    "a tuple with an accuracy": lambda loss, logits: (loss, logits[0, 0].detach(), [logits]),
+}
+
+
+class Classifier(nn.Module):
+    """Returns its loss and its logits, whose cotangent would take as much memory as they do."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.layers, self.give = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 999)), give
+
+    def forward(self, x, labels):
+        logits = self.layers(x)
+        return self.give(cross_entropy(logits, labels), logits)
+
+
+@pytest.mark.parametrize("give", RETURNS.values(), ids=RETURNS)
+def test_a_model_is_differentiated_from_its_own_loss(give):
+    model, x, labels = Classifier(give), torch.randn(64, 16), torch.randint(999, (64,))
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        ut.plan(model, (x, labels), budget=1)
+    least = refusal.value.minimum_bytes
+    planned = ut.plan(model, (x, labels), budget=least)
+    assert ut.measure(planned, x, labels).peak_bytes <= least
+    assert len(planned.plan.program.cotangents) == 1
+    alone = Classifier(lambda loss, logits: loss)
+    assert ut.measure(model, x, labels).peak_bytes == ut.measure(alone, x, labels).peak_bytes
+
+
+def test_two_losses_are_differentiated_together():
+    model = Classifier(lambda loss, logits: (loss, logits.square().mean()))
+    x, labels = torch.randn(64, 16), torch.randint(999, (64,))
+    planned = ut.plan(model, (x, labels), budget="8MiB")
+    ut.measure(planned, x, labels)
+    assert len(planned.plan.program.cotangents) == 2
+
+
+def test_measuring_follows_the_outputs_that_were_differentiated_before():
+    model = Classifier(lambda loss, logits: {"loss": loss, "logits": logits})
+    x, labels = torch.randn(64, 16), torch.randint(999, (64,))
+    planned = ut.plan(model, (x, labels), budget="8MiB")
+    planned(x, labels)["logits"].sum().backward()
+    planned.zero_grad()
+    ut.measure(planned, x, labels)
+    (cotangent,) = planned.plan.program.cotangents
+    assert cotangent.value.tensor_type.shape == (64, 999)
+
+
+def test_a_loss_that_is_kept_as_an_attribute_is_differentiated_too():
+    class Expert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = self.layer(x)
+            self.extra_loss = y.square().mean()
+            return y
+
+    x = torch.randn(1024, 64)
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        ut.plan(Expert(), (x,), budget=1)
+    planned = ut.plan(Expert(), (x,), budget=refusal.value.minimum_bytes)
+    assert ut.measure(planned, x).peak_bytes <= refusal.value.minimum_bytes
+    assert len(planned.plan.program.cotangents) == 2
+
+
+def test_an_output_that_a_hook_replaced_is_differentiated():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    planned = ut.plan(model, (x,), budget="1MiB")
+    planned.register_forward_hook(lambda module, args, output: 2 * output)
+    ut.measure(planned, x)
+    assert model.weight.grad is not None

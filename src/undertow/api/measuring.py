@@ -12,15 +12,17 @@ from undertow.api.training import TrainStep
 from undertow.errors import CallError
 from undertow.ir.structure import tensors_in
 from undertow.record.lazy_modules import refuse_lazy
+from undertow.record.losses import find_loss, is_scalar_tensor
 from undertow.runtime.measure import Measurement, measure_call
 
 
 def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     """Run a step twice: for its time, and under the profiler for its peak.
 
-    `step` is what `train_step` returned, or a module, planned or not: of a module, forward and backward from a sum of
-    its outputs, forward alone where none carries a gradient. A step trains as it always does; of a module, gradients
-    are dropped before each run.
+    `step` is what `train_step` returned, or a module, planned or not: of a module, forward and backward, from the
+    outputs that its plan expects gradients from, without a plan from its own loss, or from a sum of its outputs where
+    it returns none; forward alone where none carries a gradient. A step trains as it always does; of a module,
+    gradients are dropped before each run.
     """
     given = [tensor for _, tensor in tensors_in((args, kwargs))]
     if isinstance(step, TrainStep):
@@ -34,8 +36,11 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
         raise CallError(f"step must be a train_step or a module, got {type(step).__name__}")
     refuse_lazy(dict(step.named_modules()))
 
+    runner = getattr(step, "undertow_runner", None)
+    find_carriers = _find_carriers if runner is None else runner.expected_outputs
+
     def call() -> None:
-        carriers = [tensor for _, tensor in tensors_in(step(*args, **kwargs)) if tensor.requires_grad]
+        carriers = find_carriers(step(*args, **kwargs))
         if carriers:
             total = _Sum.apply(*carriers)
             carriers.clear()
@@ -44,10 +49,15 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     step.zero_grad(set_to_none=True)
     seconds = _time(call)
     step.zero_grad(set_to_none=True)
-    runner = getattr(step, "undertow_runner", None)
     if runner is not None:
         runner.release_arena()
     return replace(measure_call(call, [*step.parameters(), *step.buffers()], given), step_s=seconds)
+
+
+def _find_carriers(outputs: Any) -> list[torch.Tensor]:
+    """The outputs that a loop would differentiate: the model's own loss, else all that carry a gradient."""
+    loss = find_loss(outputs, is_scalar_tensor)
+    return [tensor for _, tensor in tensors_in(outputs if loss is None else loss) if tensor.requires_grad]
 
 
 class _Sum(torch.autograd.Function):

@@ -20,7 +20,7 @@ from undertow.costs.usage import unwatched
 from undertow.errors import CaptureError, TooManyOutcomes, UndertowError
 from undertow.ir import Input, InputKind, Node, Plan
 from undertow.ir.saving import SavedPlan
-from undertow.ir.structure import fill_slots, list_tensors, structure_key
+from undertow.ir.structure import fill_slots, list_tensors, structure_key, tensors_in
 from undertow.ops.interpret import run_node
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import GuardMiss
@@ -29,7 +29,7 @@ from undertow.record.capture import Captured
 from undertow.record.origins import place_of
 from undertow.record.python_state import state_put_back
 from undertow.record.traced_tensor import TracedTensor
-from undertow.runtime.step import Pattern, Run, Step, attach_backward
+from undertow.runtime.step import Pattern, Run, Step, attach_backward, place_among_outputs
 
 MAX_OUTCOMES = 64  # ways through a model's branches on tensor values
 MAX_CAPTURES = 32  # shapes, dtypes, modes
@@ -335,6 +335,16 @@ class Runner:
             if not any(item.is_forgotten and item.place.is_at(assignment.place) for item in self._followed):
                 assignment.apply(outputs)
         return fill_slots(variant.captured.skeleton, outputs)
+
+    def expected_outputs(self, result: Any) -> list[torch.Tensor]:
+        """The tensors from which the plan of the last call, which returned `result`, expects gradients."""
+        assert self._last is not None
+        assigned = [item.place.read() for item in self._last.captured.assignments if item.has_tensors]
+        found = {id(tensor): tensor for _, tensor in tensors_in((result, assigned)) if tensor.requires_grad}
+        places = [place_among_outputs(tensor) for tensor in found.values()]
+        pattern = self._last.pattern
+        # A hook of the user's may have made something else of an output.
+        return [tensor for tensor, place in zip(found.values(), places, strict=True) if place is None or pattern[place]]
 
     def release_memory(self) -> None:
         """Let go of what the step that ran last holds between calls: its arena, its CUDA graph."""

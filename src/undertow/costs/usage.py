@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 from torch._C import _autograd, _profiler
 
-from undertow.errors import CallError
+from undertow.errors import CallError, UndertowError
 
 
 @dataclass
@@ -55,10 +55,16 @@ class _CpuWatch(_Watch):
                 "memory is measured with PyTorch's profiler, which can run once only, and it is running: plan and "
                 'measure before profiling, or plan with costs="model"'
             )
+        self._backward_pass = torch._C._current_graph_task_id()
         kind, others = _profiler.ProfilerState.CPU, _profiler._ExperimentalConfig()
         _autograd._enable_profiler_legacy(_profiler.ProfilerConfig(kind, False, True, False, False, False, others))
 
     def stop(self) -> None:
+        if torch._C._current_graph_task_id() != self._backward_pass:  # which puts the profiler back when it ends
+            raise UndertowError(
+                "the peak could not be measured: a planned module was planned anew inside the backward pass, since "
+                "gradients came from other outputs than expected; measure that module alone"
+            )
         # A list per thread: autograd may run a part of a backward pass in another one.
         events: list[Any] = [event for events in _autograd._disable_profiler_legacy() for event in events]
         events.sort(key=lambda event: event.start_us())

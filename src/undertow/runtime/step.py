@@ -308,3 +308,8 @@ def attach_backward(run: Run, outputs: list[Any], differentiable: Sequence[int])
         differentiable, _Entry.apply(run, carried, first, torch.empty(0), token, *leaves), strict=True
     ):
         outputs[place] = tensor
+
+
+def place_among_outputs(tensor: torch.Tensor) -> int | None:
+    """Which of a planned forward pass's differentiable outputs the tensor is; None where it is none."""
+    return tensor.output_nr if isinstance(tensor.grad_fn, _Entry._backward_cls) else None
