@@ -1,6 +1,7 @@
 """`train_step`: the same weights as eager's loop, at every budget, updating inside the backward pass or later."""
 
 import copy
+from collections import namedtuple
 
 import pytest
 import torch
@@ -124,13 +125,71 @@ def test_the_models_own_loss():
         step.plan.explain("transformer.g")
 
 
+class Returning(nn.Module):
+    """A network that computes its own loss."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.layer, self.give = nn.Linear(4, 3), give
+
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        return self.give(cross_entropy(logits, labels), logits)
+
+
+Result = namedtuple("Result", "logits loss")
+
+
+@pytest.mark.parametrize(
+    ("give", "loss_of"),
+    [
+        (lambda loss, logits: loss, lambda out: out),
+        (lambda loss, logits: (loss, logits), lambda out: out[0]),
+        (lambda loss, logits: [loss, logits.detach().mean(), logits], lambda out: out[0]),
+        (lambda loss, logits: Result(logits, loss), lambda out: out.loss),
+        (lambda loss, logits: {"logits": logits, "loss": loss}, lambda out: out["loss"]),
+    ],
+    ids=["scalar", "tuple", "list", "namedtuple", "dict"],
+)
+def test_a_models_own_loss_is_trained_on(give, loss_of):
+    torch.manual_seed(0)
+    eager = Returning(give)
+    x, labels = torch.randn(8, 4), torch.randint(3, (8,))
+    model = copy.deepcopy(eager)
+    step = ut.train_step(model, (x, labels), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = loss_of(eager(x, labels))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(step(x, labels), loss)
+    assert all(map(torch.equal, eager.parameters(), model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("give", "message"),
+    [
+        (lambda loss, logits: (loss, logits.square().mean()), r"a tuple with tensors of shapes \[\], \[\]"),
+        (lambda loss, logits: (logits, loss), r"a tuple with tensors of shapes \[8, 3\], \[\]"),
+        (lambda loss, logits: loss.detach(), r"a tensor of shape \[\].*depends on a parameter"),
+        (lambda loss, logits: {"total": loss}, r"a dict with tensors of shapes \[\]"),
+        (lambda loss, logits: None, "a NoneType, and no loss"),
+    ],
+    ids=["two losses", "not first", "detached", "another name", "nothing"],
+)
+def test_what_is_not_surely_the_loss_is_refused(give, message):
+    with pytest.raises(ut.CallError, match=message):
+        ut.train_step(Returning(give), (torch.randn(8, 4), torch.randint(3, (8,))))
+
+
 def test_wrong_calls():
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(2, 4), torch.randint(3, (2,))
     with pytest.raises(ut.CallError, match="targets must be a tuple"):
         ut.train_step(model, (x,), targets=y, loss=cross_entropy, optimizer=optimizer)
-    with pytest.raises(ut.CallError, match="no .loss"):
+    with pytest.raises(ut.CallError, match=r"returns a tensor of shape \[2, 3\], and no loss of its own"):
         ut.train_step(model, (x,), optimizer=optimizer)
     with pytest.raises(ut.CallError, match="scalar"):
         ut.train_step(model, (x,), loss=lambda out: out * 2, optimizer=optimizer)

@@ -22,9 +22,11 @@ from undertow.calls.runner import Runner
 from undertow.errors import CallError
 from undertow.ir import Node, Phase, Plan
 from undertow.ir.saving import SavedPlan, read_plan
+from undertow.ir.structure import tensors_in
 from undertow.passes.training import Training
 from undertow.pipeline import Request, derive, find_planner, record
 from undertow.planner.curve import Curve
+from undertow.record.losses import find_loss, is_scalar_tensor
 from undertow.terms import Terms
 
 Loss = Callable[..., torch.Tensor]
@@ -50,8 +52,9 @@ def train_step(
 ) -> TrainStep:
     """A callable that trains: `step(*args, *targets, **kwargs)` returns the loss, and the parameters are updated.
 
-    The loss is `loss(model(*args, **kwargs), *targets)`, or the model's own `.loss` where `loss` is None. `clip_norm`
-    clips all gradients to that norm; `accumulate` updates at every so many calls, with the sum of their gradients.
+    The loss is `loss(model(*args, **kwargs), *targets)`. Where `loss` is None it is the model's own: the scalar that it
+    returns alone, as `.loss`, or first in a tuple. `clip_norm` clips all gradients to that norm; `accumulate` updates
+    at every so many calls, with the sum of their gradients.
     `numerics` and `allow_other_bits` are those of `plan`; the loss is part of what runs in bfloat16, as in autocast.
     `costs` may be the `costs` of another step: the same ones give the same plan. `saved_plan` is a file of `save_plan`,
     made of the same step: it is run instead of a new plan.
@@ -95,10 +98,21 @@ def _run_model(model: torch.nn.Module, num_args: int, loss: Loss | None, *values
     outputs = model(*values[:num_args], **kwargs)
     if loss is not None:
         return loss(outputs, *values[num_args:])
-    found = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    found = find_loss(outputs, is_scalar_tensor)
     if found is None:
-        raise CallError("the model returns no .loss; give loss=, a function of the model's output and the targets")
+        raise CallError(
+            f"the model returns {_describe(outputs)}, and no loss of its own: a scalar that depends on a parameter, "
+            f"alone, as .loss, or first in a tuple without a second one; give loss=, a function of the model's output "
+            f"and the targets"
+        )
     return found
+
+
+def _describe(outputs: Any) -> str:
+    if isinstance(outputs, torch.Tensor):
+        return f"a tensor of shape {list(outputs.shape)}"
+    shapes = ", ".join(str(list(tensor.shape)) for _, tensor in tensors_in(outputs))
+    return f"a {type(outputs).__name__} with tensors of shapes {shapes}" if shapes else f"a {type(outputs).__name__}"
 
 
 class TrainStep:
