@@ -186,3 +186,48 @@ def test_an_output_that_a_hook_replaced_is_differentiated():
     planned.register_forward_hook(lambda module, args, output: 2 * output)
     ut.measure(planned, x)
     assert model.weight.grad is not None
+
+
+class Ignoring(nn.Module):
+    """Reads nothing of `mask`, of `scores` the shape alone, and of `ids` nothing that its loss needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x, mask, scores=None, ids=None):
+        ids.sum()
+        return self.layer(x).tanh().sum() * scores.shape[0]
+
+
+def test_arguments_that_are_not_read_are_counted_everywhere():
+    model, x = Ignoring(), torch.randn(64, 16)
+    others = {"scores": torch.randn(100, 30), "ids": torch.arange(4000)}
+    mask = torch.ones(64, 64, dtype=torch.bool)
+    unread_bytes = mask.nbytes + others["scores"].nbytes + others["ids"].nbytes
+    planned = ut.plan(model, (x, mask), others)
+    assert planned.plan.held["batch"] == x.nbytes + unread_bytes
+    assert "%mask : argument, not read" in str(planned.plan)
+    inspected = ut.inspect(model, (x, mask), others)
+    assert inspected.training.batch_bytes == inspected.inference.batch_bytes == x.nbytes + unread_bytes
+    for make in (ut.plan, ut.train_step):
+        with pytest.raises(ut.InfeasibleBudget) as refusal:
+            make(model, (x, mask), others, budget=1)
+        least = refusal.value.minimum_bytes
+        step = make(model, (x, mask), others, budget=least)
+        assert 0.99 * least <= ut.measure(step, x, mask, **others).peak_bytes <= least
+
+
+def test_two_arguments_in_one_memory_count_as_they_are_planned():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x, y):
+            return self.layer(x).sum() + y.sum()
+
+    x = torch.randn(64, 16)
+    step = ut.train_step(Sum(), (x, x[:1]), budget="1MiB")
+    assert step.plan.held["batch"] == x.nbytes + x[:1].nbytes
+    assert ut.measure(step, x, x[:1]).peak_bytes == step.plan.peak_bytes

@@ -66,7 +66,7 @@ def _check_tables(plan: Plan) -> None:
 
 def _check_held(plan: Plan) -> None:
     largest: dict[InputKind, int] = {}
-    for item in plan.program.inputs:
+    for item in (*plan.program.inputs, *plan.program.unread):
         largest[item.kind] = max(largest.get(item.kind, 0), item.value.type.num_bytes)
     held_bytes, least_bytes = sum(plan.held.values()), sum(largest.values())
     if min(plan.held.values(), default=0) < 0 or held_bytes < least_bytes:

@@ -1,4 +1,5 @@
-"""`remove_unused`: drops nodes nobody reads, and inputs nothing depends on. EXACT: random draws and guards stay.
+"""`remove_unused`: drops nodes nobody reads, and inputs nothing depends on. EXACT: random draws and guards stay,
+and arguments are known as `unread` from then on.
 
 `forget_unread`: outputs that nobody reads lose their names, so that other operations may stand for their makers.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from undertow.ir import Node, Program, Value
+from undertow.ir import InputKind, Node, Program, Value
 
 
 def remove_unused(program: Program) -> Program:
@@ -25,9 +26,11 @@ def remove_unused(program: Program) -> Program:
             boundary += index < program.boundary
     kept.reverse()
     alive = needed | {value for node in kept for value in node.named_outputs}
+    dropped = [item for item in program.inputs if item.value not in needed]
     return replace(
         program,
         inputs=tuple(item for item in program.inputs if item.value in needed),
+        unread=(*program.unread, *(item for item in dropped if item.kind is InputKind.ARGUMENT)),
         nodes=tuple(kept),
         boundary=boundary,
         differentiable=frozenset(value for value in program.differentiable if value in alive),

@@ -17,6 +17,7 @@ from undertow.ir.values import Value
 def print_program(program: Program) -> str:
     """The whole Program, a line for each input and node."""
     lines = [_input_row(item) for item in program.inputs]
+    lines += [_input_row(item, ", not read") for item in program.unread]
     if program.cotangents:
         lines += _node_rows(program.first_pass)
     else:
@@ -63,8 +64,9 @@ def format_call(node: Node) -> str:
     return f"{node.name}({', '.join(arguments)})"
 
 
-def _input_row(item: Input) -> tuple[str, str, str, str]:
-    return (f"{item.value} : {item.kind.value}", str(item.value.type), format_bytes(item.value.type.num_bytes), "")
+def _input_row(item: Input, remark: str = "") -> tuple[str, str, str, str]:
+    kind = item.value.type
+    return (f"{item.value} : {item.kind.value}{remark}", str(kind), format_bytes(kind.num_bytes), "")
 
 
 def _node_rows(nodes: tuple[Node, ...]) -> list[tuple[str, str, str, str]]:

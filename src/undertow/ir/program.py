@@ -141,8 +141,9 @@ class Program:
 
     At the `boundary` the user's code takes the outputs and brings the cotangents; where there are no cotangents, all
     nodes come before it. In a whole training step `seed` is the cotangent of the loss, which a node makes.
-    `differentiable` are the values through which eager PyTorch would carry a gradient. `preparation` makes the prepared
-    inputs from parameters and buffers; it runs when one of these has changed.
+    `differentiable` are the values through which eager PyTorch would carry a gradient. `unread` are arguments of which
+    nothing is read: the user holds them during the step. `preparation` makes the prepared inputs from parameters and
+    buffers; it runs when one of these has changed.
     """
 
     inputs: tuple[Input, ...]
@@ -154,6 +155,7 @@ class Program:
     cotangents: tuple[Input, ...] = ()
     gradients: tuple[Gradient, ...] = field(default=())
     seed: Value | None = None
+    unread: tuple[Input, ...] = ()
     preparation: Program | None = None
 
     @property

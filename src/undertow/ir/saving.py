@@ -32,7 +32,7 @@ from undertow.ir.program import Gradient, Input, InputKind, Node, Origin, Phase,
 from undertow.ir.types import OpaqueType, TensorType, ValueType
 from undertow.ir.values import Value
 
-FORMAT = "undertow plan 1"
+FORMAT = "undertow plan 2"
 MAX_FILE_BYTES = 256 << 20  # a plan of 20,000 operations takes 10 MiB
 MAX_BYTES = 1 << 50  # of one value; more was never planned, and sums stay exact
 
@@ -169,6 +169,7 @@ class _Writer:
             "cotangents": [self._input(item) for item in program.cotangents],
             "gradients": [[self.value(item.input), self.value(item.value)] for item in program.gradients],
             "seed": self.value(program.seed),
+            "unread": [self._input(item) for item in program.unread],
             "preparation": None if program.preparation is None else self.program(program.preparation),
         }
 
@@ -292,6 +293,7 @@ class _Reader:
                 for item, value in data["gradients"]
             ),
             seed=None if data["seed"] is None else self._value(data["seed"]),
+            unread=tuple(map(self._input, data["unread"])),
             preparation=None if data["preparation"] is None else self._program(data["preparation"]),
         )
 

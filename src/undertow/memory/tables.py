@@ -56,9 +56,8 @@ def make_plan(
     program, base = reuse_dead_inputs(program), base or program
     lifetimes = find_lifetimes(program)
     tables = _make_tables(program, lifetimes, costs)
-    held = (
-        dict(held) if held is not None else {"inputs": sum(item.value.type.allocated_bytes for item in program.inputs)}
-    )
+    given = (*program.inputs, *program.unread)
+    held = dict(held) if held is not None else {"inputs": sum(item.value.type.allocated_bytes for item in given)}
     live_bytes = _live_bytes(tables, program, lifetimes, sum(held.values()))
     peak_bytes = max(live_bytes, default=0)
     allowed_bytes = 0 if budget_bytes is None and cost_of is not None else peak_bytes // ARENA_GAP_SHARE

@@ -43,7 +43,7 @@ def hold_prepared(program: Program) -> Program:
     views = [node for node in program.nodes if node.operation.is_view and fixed.issuperset(node.inputs)]
     making = remove_unused(
         Program(
-            inputs=program.inputs,
+            inputs=tuple(item for item in program.inputs if item.value in fixed),
             nodes=tuple(sorted((*moved, *views), key=program.positions.__getitem__)),
             outputs=tuple(prepared),
             boundary=len(moved) + len(views),

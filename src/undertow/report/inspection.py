@@ -321,7 +321,7 @@ def _memory_at_peak(plan: Plan, unused: Sequence[Input], optimizer_bytes: int) -
         else:
             role = kinds.get(value, "kept" if value in kept else "other")
         sizes[role] += value.type.num_bytes
-    for item in unused:
+    for item in (*unused, *program.unread):
         sizes[item.kind] += item.value.type.num_bytes
     node = plan.peak_node
     return Memory(

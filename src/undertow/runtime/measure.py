@@ -32,13 +32,13 @@ def measure_call(
 ) -> Measurement:
     """Run `call` once; `persistent` are the tensors alive before it (each storage counts once).
 
-    `arguments` are alive as well, and count as a plan counts them: the part of a storage that they are, since the rest
-    of a data set is not the step's.
+    `arguments` are alive as well, and count as a plan counts them, read or not: the part of a storage that they are,
+    since the rest of a data set is not the step's.
     """
     persistent, arguments = list(persistent), list(arguments)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in persistent}
     given = {
-        tensor.data_ptr(): TensorType.of(tensor).num_bytes
+        id(tensor): TensorType.of(tensor).num_bytes
         for tensor in arguments
         if tensor.untyped_storage().data_ptr() not in storages
     }

@@ -227,8 +227,8 @@ class Run:
             check_labels(targets, self._num_classes, f"training data, epoch {place.epoch + 1}, step {place.step + 1}")
         if place.step + 1 == MEASURED_STEP or place.measured_peak_bytes is None and place.step >= MEASURED_STEP:
             losses: list[torch.Tensor] = []
-            persistent = [*step.persistent_tensors(), inputs, targets]
-            measured = measure_call(lambda: losses.append(step(inputs, targets)), persistent)
+            held = step.persistent_tensors()
+            measured = measure_call(lambda: losses.append(step(inputs, targets)), held, (inputs, targets))
             place.measured_peak_bytes = max(measured.peak_bytes, place.measured_peak_bytes or 0)
             place.measured_step_s = measured.step_s
             return float(losses[0])
