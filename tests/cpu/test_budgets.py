@@ -353,6 +353,62 @@ def test_layouts_that_fake_tensors_get_wrong_keep_bits_and_budget(num_channels):
     assert 0.995 * step.plan.peak_bytes <= measured_bytes <= refusal.value.minimum_bytes
 
 
+class Ending(nn.Module):
+    """A layer, and a function of its outputs and of an argument."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.layer, self.end = nn.Linear(6, 64), end
+
+    def forward(self, x, other):
+        return self.end(self.layer(x), other)
+
+
+def assign(y, mask):
+    y = y * 1
+    y[mask[:, 0]] = y[mask[:, 0]].tanh()
+    return y
+
+
+class Picky:
+    """A kernel that refuses numbers such as costs are measured with, and takes memory for itself."""
+
+    library = torch.library.Library("undertow_tests", "DEF")
+    library.define("picky(Tensor x) -> Tensor")
+
+    @staticmethod
+    def run(x):
+        if x.max() < 10:
+            raise RuntimeError("too small")
+        return x.sin() + x.cos()
+
+
+Picky.library.impl("picky", Picky.run, "CPU")
+Picky.library.impl("picky", torch.empty_like, "Meta")
+
+MASK = torch.arange(400 * 64).view(400, 64) % 10 != 0
+ENDS = {
+    "labels in a range": (nn.MultiLabelMarginLoss(), torch.arange(64).expand(400, 64).clone()),
+    "probabilities": (lambda y, _: nn.functional.binary_cross_entropy(y.sigmoid(), MASK.float()), torch.ones(1)),
+    "draws": (lambda y, _: torch.bernoulli(y.sigmoid()) * y, torch.ones(1)),
+    "a mask that takes": (lambda y, mask: y[mask], MASK),
+    "a mask that selects": (torch.masked_select, MASK),
+    "a mask that assigns": (assign, MASK),
+    "a kernel that refuses": (lambda y, other: y * torch.ops.undertow_tests.picky(other), torch.full((400, 64), 20.0)),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_workspace_is_known_of_kernels_that_do_not_take_any_numbers(name):
+    torch.manual_seed(0)
+    end, other = ENDS[name]
+    model, x = Ending(end), torch.randn(400, 6)
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        ut.plan(model, (x, other), budget=1)
+    planned = ut.plan(model, (x, other), budget=refusal.value.minimum_bytes)
+    assert ut.measure(planned, x, other).peak_bytes <= refusal.value.minimum_bytes
+
+
 def test_what_is_kept_to_run_the_forward_pass_again_is_counted():
     """The earlier value of a buffer that the forward pass reads and then writes."""
 

@@ -1,9 +1,9 @@
 """The time and the workspace of operations, measured one by one on the device where they will run.
 
-In: nodes. Out: a Cost per signature. Arguments are made up: random numbers of the right type, zeros for indices. What
+In: nodes. Out: a Cost per signature. Arguments are made up: numbers that are probabilities too, zeros for indices. What
 cannot be run alone (a custom Function's derivative reads a context; a guard raises) is left to the model of `ops.work`.
 
-Workspace is what a kernel allocates beyond its outputs.
+Workspace is what a kernel allocates beyond its outputs. Where a kernel refuses what was made up, it is assumed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from undertow.costs.work import work_of
 from undertow.ir import Node, OpaqueType, Value
 from undertow.ir.cost import Cost, signature
 from undertow.ir.schema import flatten_outputs
+from undertow.memory.destinations import assumed_workspace
 from undertow.ops.interpret import bind_arguments_of
 from undertow.ops.modes import below_autograd
 
@@ -44,6 +46,12 @@ def model_cost(node: Node) -> Cost:
     work = work_of(node)
     busy = max(work.flops / MODEL_FLOPS_PER_NS, work.moved_bytes / MODEL_BYTES_PER_NS)
     return Cost(int(busy) + MODEL_CALL_NS, 0)
+
+
+def unmeasured_cost(node: Node) -> Cost:
+    """The cost of a node that was to be measured and was not: a kernel that refused may take memory all the same."""
+    workspace_bytes = assumed_workspace(node) if _can_run_alone(node) else 0
+    return replace(model_cost(node), workspace_bytes=workspace_bytes)
 
 
 def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], live: Mapping[str, Any], watch: Watch = iter) -> int:
@@ -71,8 +79,31 @@ def _can_run_alone(node: Node) -> bool:
 
 
 def _prepare(node: Node, live: Mapping[str, Any]) -> tuple[Callable[[], Any], dict[int, int]]:
-    """A call of the node on made-up tensors, and the memory that these lie in."""
-    tensors = {value: _make_tensor(value) for value in dict.fromkeys(node.inputs)}
+    """A call of the node on made-up tensors, and the memory that these lie in.
+
+    Of masks so many elements are true that the outputs get the shapes they were recorded with.
+    """
+    if any(value.tensor_type.dtype is torch.bool for value in node.inputs):
+        kinds = [value.tensor_type for value in (*node.inputs, *node.named_outputs)]
+        sizes = {size for kind in kinds for size in (*kind.shape, kind.num_elements)}
+        for num_true in (None, *sorted(sizes, reverse=True)):
+            if _makes_what_was_recorded(node, _bind(node, live, num_true)[0]):
+                return _bind(node, live, num_true)
+    return _bind(node, live)
+
+
+def _makes_what_was_recorded(node: Node, call: Callable[[], Any]) -> bool:
+    try:
+        with below_autograd(), torch.enable_grad():
+            outputs = flatten_outputs(call())
+    except (RuntimeError, IndexError):  # made-up numbers need not make sense to every kernel, nor need they fit
+        return False
+    pairs = [(made, value) for made, value in zip(outputs, node.outputs, strict=False) if value is not None]
+    return all(made is not None and tuple(made.shape) == value.tensor_type.shape for made, value in pairs)
+
+
+def _bind(node: Node, live: Mapping[str, Any], num_true: int | None = None) -> tuple[Callable[[], Any], dict[int, int]]:
+    tensors = {value: _make_tensor(value, num_true) for value in dict.fromkeys(node.inputs)}
     args = bind_arguments_of(node.args, tensors, live)
     kwargs = {name: bind_arguments_of(item, tensors, live) for name, item in node.kwargs.items()}
     rehearse, run = node.operation.rehearse, node.operation.run
@@ -80,15 +111,17 @@ def _prepare(node: Node, live: Mapping[str, Any]) -> tuple[Callable[[], Any], di
     return call, _storages(list(tensors.values()))
 
 
-def _make_tensor(value: Value) -> torch.Tensor:
+def _make_tensor(value: Value, num_true: int | None) -> torch.Tensor:
     kind = value.tensor_type
     tensor = torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=kind.device)
     flat = tensor if 0 not in kind.strides else tensor.as_strided((kind.num_bytes // kind.dtype.itemsize,), (1,))
     generator = torch.Generator(kind.device).manual_seed(0)
     if kind.dtype.is_floating_point or kind.dtype.is_complex:
-        flat.uniform_(0.5, 1.5, generator=generator) if kind.dtype.is_floating_point else flat.fill_(1)
+        flat.uniform_(0.5, 1.0, generator=generator) if kind.dtype.is_floating_point else flat.fill_(1)
     else:
         flat.fill_(kind.dtype is torch.bool)
+    if kind.dtype is torch.bool and num_true is not None:
+        tensor.copy_(torch.arange(kind.num_elements, device=kind.device).view(kind.shape) < num_true)
     return tensor
 
 
@@ -124,7 +157,7 @@ def _measure_workspace_cpu(node: Node, live: Mapping[str, Any]) -> int | None:
             call, given = _prepare(node, live)
             with watch_memory() as usage:
                 outputs = flatten_outputs(call())
-        except (RuntimeError, IndexError):  # made-up numbers need not make sense to every kernel, nor need they fit
+        except (RuntimeError, IndexError):
             return None
     kept = [output for output, value in zip(outputs, node.outputs, strict=False) if value is not None]
     kept_bytes = sum(size for pointer, size in _storages(kept).items() if pointer not in given)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from undertow.costs.cache import MAX_COSTS, cache_path, keep_costs, load_costs
-from undertow.costs.measuring import measure_costs, model_cost
+from undertow.costs.measuring import measure_costs, model_cost, unmeasured_cost
 from undertow.ir import Node
 from undertow.ir.cost import Cost, signature
 from undertow.terms import CostSource, Terms
@@ -28,6 +28,7 @@ def find_costs(nodes: Sequence[Node], terms: Terms, live: Mapping[str, Any]) -> 
     nodes = [*nodes, *(part for found in parts.values() for part in found.nodes)]
     if terms.costs is CostSource.MEASURED:
         _measure_unknown(nodes, known, live)
+    guess_cost = unmeasured_cost if terms.costs is CostSource.MEASURED else model_cost
     found = {key: known[key] for node in nodes if (key := signature(node)) in known}
     for key in list(known)[:-MAX_COSTS]:
         del known[key]
@@ -40,7 +41,7 @@ def find_costs(nodes: Sequence[Node], terms: Terms, live: Mapping[str, Any]) -> 
             return whole.combine([cost_of(part) for part in whole.nodes])
         key = signature(node)
         if key not in found:
-            found[key] = known[key] if key in known else model_cost(node)
+            found[key] = known[key] if key in known else guess_cost(node)
         return found[key]
 
     return cost_of

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from undertow.ir.program import Node
+from undertow.ir.types import TensorType
 from undertow.ir.values import Value
 
 
@@ -29,12 +32,17 @@ def read_cost(pair: Any) -> Cost:
 
 
 def signature(node: Node) -> str:
-    """Operation, types of its tensors, and its other arguments: calls that agree in it cost the same."""
+    """Operation, types of its tensors, and its other arguments: calls that agree in it cost the same.
+
+    How much a mask takes out of a tensor is seen from what comes out.
+    """
     parts = [_describe(argument) for argument in node.args]
     parts += [f"{name}={_describe(argument)}" for name, argument in sorted(node.kwargs.items())]
     # An output nobody reads is freed at once, which the operation's workspace includes.
     missing = "".join("-" if value is None else "+" for value in node.outputs)
-    return f"{node.name}{node.operation.settings}({', '.join(parts)}){missing if '-' in missing else ''}"
+    text = f"{node.name}{node.operation.settings}({', '.join(parts)}){missing if '-' in missing else ''}"
+    has_mask = any(isinstance(value.type, TensorType) and value.type.dtype is torch.bool for value in node.inputs)
+    return f"{text} -> {', '.join(str(value.type) for value in node.named_outputs)}" if has_mask else text
 
 
 def _describe(argument: Any) -> str:

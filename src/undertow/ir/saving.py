@@ -32,7 +32,7 @@ from undertow.ir.program import Gradient, Input, InputKind, Node, Origin, Phase,
 from undertow.ir.types import OpaqueType, TensorType, ValueType
 from undertow.ir.values import Value
 
-FORMAT = "undertow plan 2"
+FORMAT = "undertow plan 1"
 MAX_FILE_BYTES = 256 << 20  # a plan of 20,000 operations takes 10 MiB
 MAX_BYTES = 1 << 50  # of one value; more was never planned, and sums stay exact
 

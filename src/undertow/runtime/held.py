@@ -40,7 +40,8 @@ def held_bytes(
 
 
 def _input_bytes(program: Program, *kinds: InputKind) -> int:
-    return sum(item.value.type.allocated_bytes for item in program.inputs if item.kind in kinds)
+    given = (*program.inputs, *program.unread)
+    return sum(item.value.type.allocated_bytes for item in given if item.kind in kinds)
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
