@@ -311,9 +311,8 @@ class Runner:
             for generator, state in zip(step.generators, states, strict=True):
                 generator.set_state(state)
             raise
-        for place, value in enumerate(step.program.outputs):
-            if value in step.input_index:
-                outputs[place] = inputs[step.input_index[value]]
+        for place, position in step.returned_inputs:
+            outputs[place] = inputs[position]
         if needs_gradient:
             for place, old in kept.items():
                 inputs[place] = old

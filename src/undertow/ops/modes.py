@@ -21,12 +21,14 @@ class below_autograd:
 
     def __enter__(self) -> None:
         self._autograd = torch._C._AutoDispatchBelowADInplaceOrView()
-        self._autocast = torch._C._DisableAutocast()
         self._autograd.__enter__()
-        self._autocast.__enter__()
+        self._autocast = torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else None
+        if self._autocast is not None:
+            self._autocast.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._autocast.__exit__(*error)
+        if self._autocast is not None:
+            self._autocast.__exit__(*error)
         self._autograd.__exit__(*error)
 
 

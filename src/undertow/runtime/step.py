@@ -62,7 +62,11 @@ class Step:
         self.generators = [bind(item, live) for item in generators_of(program.first_pass)]
         self.has_guards = any(node.operation.is_guard for node in program.first_pass)
         self.input_index = {item.value: position for position, item in enumerate(program.inputs)}
-        self.update_inputs = [self.input_index[update.input] for update in program.updates]
+        self.update_inputs = {self.input_index[update.input] for update in program.updates}
+        self.returned_inputs = [
+            (place, self.input_index[value]) for place, value in enumerate(program.outputs) if value in self.input_index
+        ]
+        self.unreached = [gradient.input for gradient in program.gradients if gradient.value is None]
         self._update_groups = self._group_updates()
         self.replayed_updates = [self.input_index[value] for value in find_replayed_updates(program)]
         roots = find_lifetimes(program).root
@@ -79,7 +83,7 @@ class Step:
         owners = [[item.input for item in segment.gradients] for segment in self.code.segments]
         owners = owners or [[]]  # without a segment, the output still has a history in eager
         # Inputs the expected gradient does not reach may be reached by another; they wait at the last segment.
-        owners[-1] += [gradient.input for gradient in self.program.gradients if gradient.value is None]
+        owners[-1] += self.unreached
         parts = [Part(index, row, [self.input_index[owner] for owner in row]) for index, row in enumerate(owners)]
         return parts if TAKES_LISTS else [Part(None, [], []), *parts]
 
@@ -172,14 +176,15 @@ class Run:
         if step is not self.step:
             self.slots, self.finished = None, {}
             for segment in step.code.segments:
-                self.finished.update(self._run(segment, slots))
+                owners = (gradient.input for gradient in segment.gradients)
+                self.finished.update(zip(owners, self._run(segment, slots), strict=True))
 
     def _hide_hooks(self, step: Step) -> None:
         """Keep hooks of leaves that this backward pass does not reach from being called with None."""
         hidden = []
-        for gradient in step.program.gradients:
-            leaf = self.inputs[self.step.input_index[gradient.input]]
-            if gradient.value is None and leaf._backward_hooks:
+        for owner in step.unreached:
+            leaf = self.inputs[self.step.input_index[owner]]
+            if leaf._backward_hooks:
                 hidden.append((leaf, leaf._backward_hooks))
                 leaf._backward_hooks = None
 
@@ -203,23 +208,23 @@ class Run:
     def gradients_of(self, part: Part) -> list[Any]:
         """The gradients that a part of the expected step's backward pass hands over."""
         if self.finished is not None:
-            gradients = self.finished
-        elif part.segment is None or not self.step.code.segments:
-            gradients = {}
-        else:
-            assert self.slots is not None
-            gradients = self._run(self.step.code.segments[part.segment], self.slots)
-            if part is self.step.parts[-1]:
-                self.slots = None
-        # Popping leaves autograd the only owner, so that it may keep the tensor instead of copying it.
-        return [gradients.pop(owner, None) for owner in part.owners]
+            # Popping leaves autograd the only owner, so that it may keep the tensor instead of copying it.
+            return [self.finished.pop(owner, None) for owner in part.owners]
+        if part.segment is None or not self.step.code.segments:
+            return [None] * len(part.owners)
+        assert self.slots is not None
+        found = self._run(self.step.code.segments[part.segment], self.slots)
+        if part is self.step.parts[-1]:
+            self.slots = None
+        return [*found, *([None] * (len(part.owners) - len(found)))]
 
-    def _run(self, segment: Segment, slots: list[Any]) -> dict[Value, Any]:
+    def _run(self, segment: Segment, slots: list[Any]) -> tuple[Any, ...]:
         self._check_versions(segment.read_inputs)
+        if not self.step.plan.repeats:
+            return segment.run(self.inputs, slots)
         # What is computed a second time must take the way it took first: kernels ask whether gradients are enabled.
-        with torch.set_grad_enabled(bool(self.step.plan.repeats)):
-            found = segment.run(self.inputs, slots)
-        return dict(zip((gradient.input for gradient in segment.gradients), found, strict=True))
+        with torch.enable_grad():
+            return segment.run(self.inputs, slots)
 
     def _replay(self, step: Step) -> list[Any]:
         self._check_versions(range(len(self.inputs)))
