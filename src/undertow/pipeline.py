@@ -38,8 +38,9 @@ from undertow.ir.structure import Slot
 from undertow.memory.tables import make_plan
 from undertow.ops.interpret import NO_LIVE
 from undertow.passes.batch_norm_folding import fold_batch_norms
-from undertow.passes.choose import choose_kernels, lay_out_gradients
+from undertow.passes.choose import choose_kernels
 from undertow.passes.fusion import fuse
+from undertow.passes.gradients import lay_out_gradients, part_gradients
 from undertow.passes.held_weights import hold_prepared
 from undertow.passes.layout import use_channels_last
 from undertow.passes.oversized import compact_oversized
@@ -143,14 +144,13 @@ def derive(
         program = forget_shape_only_reads(differentiate(program, outputs, inputs, is_strict=request.is_strict))
     program = undo_views(remove_unused(program))
     if is_fast and is_on_gpu:
-        program = lay_out_gradients(fuse(program))
+        program = fuse(program)
         _compile(program.nodes)
     elif is_fast:
         costs = partial(find_costs, terms=replace(terms, costs=CostSource.MEASURED), live=NO_LIVE)
-        program = lay_out_gradients(choose_kernels(program, costs, _RANKING[preference]))
-    program = compact_oversized(program)
-    if request.training is not None:
-        program = request.training.add_to(program)
+        program = choose_kernels(program, costs, _RANKING[preference])
+    program = compact_oversized(lay_out_gradients(program, is_fast=is_fast))
+    program = part_gradients(program) if request.training is None else request.training.add_to(program)
     return hold_prepared(program) if is_holding else program
 
 

@@ -10,6 +10,7 @@ import torch
 
 from undertow.api.training import TrainStep
 from undertow.errors import CallError
+from undertow.ir import TensorType
 from undertow.ir.structure import tensors_in
 from undertow.record.lazy_modules import refuse_lazy
 from undertow.record.losses import find_loss, is_scalar_tensor
@@ -65,12 +66,15 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        ctx.kinds = [TensorType.of(tensor).packed for tensor in tensors]
         return torch.empty(0)  # of no bytes
 
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
-        return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds)
+        return tuple(
+            torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=kind.device).fill_(1)
+            for kind in ctx.kinds
+        )
 
 
 def _time(call: Any) -> float:

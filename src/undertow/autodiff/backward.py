@@ -149,9 +149,8 @@ class _Backward(Recorder):
         with _disable_current_modes(), torch._C._DisableAutocast(), torch.enable_grad(), self:
             for value in outputs:
                 if value in self.active:
-                    seed = Input(
-                        Value(self.names.unique(f"ct_{value.name}"), value.type), InputKind.COTANGENT, value.name
-                    )
+                    kind = value.tensor_type.packed  # a loss makes a new tensor for the cotangent of a view
+                    seed = Input(Value(self.names.unique(f"ct_{value.name}"), kind), InputKind.COTANGENT, value.name)
                     seeds.append(seed)
                     self._accumulate(value, self.tensor(seed.value))
             for node in reversed(self.program.first_pass):

@@ -73,6 +73,7 @@ class Input:
     value: Value
     kind: InputKind
     path: str
+    is_leaf: bool = True  # False where the user computed it, and autograd goes on with its gradient
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -215,7 +215,7 @@ class _Writer:
         }
 
     def _input(self, item: Input) -> Any:
-        return [self.value(item.value), item.kind.name, item.path]
+        return [self.value(item.value), item.kind.name, item.path, item.is_leaf]
 
     def _node(self, node: Node) -> Any:
         origin = node.origin
@@ -301,8 +301,8 @@ class _Reader:
         return self.values[_number(number)]
 
     def _input(self, data: Any) -> Input:
-        value, kind, path = data
-        return Input(self._value(value), InputKind[kind], _text(path))
+        value, kind, path, is_leaf = data
+        return Input(self._value(value), InputKind[kind], _text(path), is_leaf is True)
 
     def _node(self, data: Any) -> Node:
         operation, args, kwargs, outputs, (module_path, file, line, derived_from), phase, task = data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -55,6 +55,16 @@ class TensorType:
     def is_contiguous(self) -> bool:
         """Whether it lies row by row without gaps."""
         return self.strides == contiguous_strides(self.shape)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether each element has memory of its own and no gaps lie between."""
+        return self.num_bytes == self.num_elements * self.dtype.itemsize
+
+    @property
+    def packed(self) -> TensorType:
+        """A new tensor of this kind as PyTorch lays it out: with the same strides, row by row if this is not dense."""
+        return self if self.is_dense else replace(self, strides=contiguous_strides(self.shape))
 
     @property
     def allocated_bytes(self) -> int:

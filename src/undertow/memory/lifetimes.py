@@ -65,8 +65,7 @@ def find_lifetimes(program: Program) -> Lifetimes:
 
 def is_dense(value: Value) -> bool:
     """Whether each element of the value has memory of its own and no gaps lie between."""
-    kind = value.type
-    return isinstance(kind, TensorType) and kind.num_bytes == kind.num_elements * kind.dtype.itemsize
+    return isinstance(value.type, TensorType) and value.type.is_dense
 
 
 def kept_values(program: Program, lifetimes: Lifetimes) -> tuple[KeptValue, ...]:

@@ -16,9 +16,8 @@ import torch
 
 from undertow.fast.convolution import is_prepared
 from undertow.fast.registry import find_choices, find_prepared_choices, plain_form_of
-from undertow.ir import Node, Origin, Phase, Program, Value
+from undertow.ir import Node, Program, Value
 from undertow.ir.cost import Cost
-from undertow.ops.own import RESTRIDE
 from undertow.passes.chains import fold_chains
 from undertow.passes.folding import find_residuals, fold_activations
 from undertow.passes.held_weights import find_fixed
@@ -99,17 +98,3 @@ def _rename(program: Program, renamed: dict[Value, Value]) -> Program:
         return renamed.get(value, value)
 
     return program.map_nodes(lambda node: (node.with_values(new),)).with_ends(new)
-
-
-def lay_out_gradients(program: Program) -> Program:
-    """Gradients as their parameters lie: a kernel's own layout is not for the user to see."""
-    nodes = list(program.nodes)
-    gradients = []
-    for item in program.gradients:
-        if item.value is not None and item.value.tensor_type.strides != item.input.tensor_type.strides:
-            value = Value(f"{item.value.name}_as_{item.input.name}", item.input.tensor_type)
-            args = (item.value, value.tensor_type.strides)
-            nodes.append(Node(RESTRIDE, args, {}, (value,), Origin(item.input.name), Phase.BACKWARD))
-            item = replace(item, value=value)
-        gradients.append(item)
-    return replace(program, nodes=tuple(nodes), gradients=tuple(gradients))

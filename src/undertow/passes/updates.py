@@ -1,8 +1,9 @@
 """`add_updates`: a forward and backward pass, and what becomes of the gradients, as one Program.
 
-In: a derived Program whose only cotangent is that of a scalar loss, and what is to be done with each gradient. Out: the
-Program without cotangents: the loss's own is the number one, made where the backward pass begins, as `loss.backward()`
-makes it. Each update stands where it can first run: its gradient complete, its parameter read for the last time.
+In: a derived Program whose only cotangent is that of a scalar loss and whose gradients lie as their parameters do, and
+what is to be done with each gradient. Out: the Program without cotangents: the loss's own is the number one, made where
+the backward pass begins, as `loss.backward()` makes it. Each update stands where it can first run: its gradient
+complete, its parameter read for the last time.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import torch
 
 from undertow.ir import Gradient, Node, Operation, Origin, Phase, Program, Value
 from undertow.ir.pytorch import operation_of
-from undertow.ir.types import contiguous_strides
-from undertow.memory.lifetimes import find_lifetimes, is_dense
-from undertow.ops.own import RESTRIDE
+from undertow.memory.lifetimes import find_lifetimes
+from undertow.passes.gradients import part_gradients
 
 aten = torch.ops.aten
 
@@ -51,6 +51,7 @@ def add_updates(
     An operation that overwrites its parameter also gets the value that the forward pass itself gave to it, if any.
     `at_end` is an operation on all differentiated inputs and on the gradients that are not consumed: the last to run.
     """
+    program = part_gradients(program, lambda item: not use_of(item).is_consumed)
     (seed,) = program.cotangents
     loss = next(value for value in program.outputs if value.name == seed.path)
     first = Node(operation_of(aten.ones_like.default), (loss,), {}, (seed.value,), Origin(), Phase.BACKWARD)
@@ -59,15 +60,6 @@ def add_updates(
     updates: dict[int, list[Node]] = {}
     roots = find_lifetimes(replace(program, nodes=tuple(nodes), boundary=len(nodes))).root
     ready = _find_ready(roots, nodes, gradients)
-    delivered: set[Value] = set()
-    for index, item in enumerate(gradients):
-        assert item.value is not None
-        copied = _copy_of(item, not use_of(item).is_consumed and roots[item.value] in delivered)
-        if copied is None:
-            delivered.add(roots[item.value])
-        else:
-            updates.setdefault(ready[item.input], []).append(copied)
-            gradients[index] = replace(item, value=copied.outputs[0])
     assigned = {update.input: update.value for update in program.updates}
     for item in gradients:
         use = use_of(item)
@@ -94,24 +86,6 @@ def add_updates(
         gradients=held,
         updates=tuple(update for update in program.updates if update.input in assigned),
     )
-
-
-def _copy_of(item: Gradient, is_shared: bool) -> Node | None:
-    """A copy of a gradient in its input's layout, where autograd makes one.
-
-    It does where the gradient lies otherwise, sizes of 1 aside, and where it is another input's gradient as well: what
-    is done in place to one, such as clipping, must not reach the other.
-    """
-    assert item.value is not None
-    kind = item.input.tensor_type
-    if not is_dense(item.input):
-        kind = replace(kind, strides=contiguous_strides(kind.shape))
-    strides = zip(kind.shape, kind.strides, item.value.tensor_type.strides, strict=True)
-    lies_otherwise = any(size > 1 and wanted != found for size, wanted, found in strides)
-    if not lies_otherwise and not is_shared:
-        return None
-    value = Value(f"{item.value.name}_as_{item.input.name}", kind)
-    return Node(RESTRIDE, (item.value, kind.strides), {}, (value,), Origin(item.input.name), Phase.BACKWARD)
 
 
 def _find_ready(roots: Mapping[Value, Value], nodes: Sequence[Node], gradients: Sequence[Gradient]) -> dict[Value, int]:

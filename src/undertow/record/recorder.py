@@ -73,7 +73,7 @@ class CaptureRecorder(Recorder):
         if isinstance(tensor, torch.nn.Parameter):
             twin._is_param = True
         vars(twin).update({name: item for name, item in vars(tensor).items() if name not in TWIN_NAMES})
-        self.inputs.append(Input(value, kind, path))
+        self.inputs.append(Input(value, kind, path, tensor.is_leaf))
         self.reals[value] = tensor
         self._twins[id(tensor)] = twin
         return twin

@@ -89,12 +89,19 @@ class _Writer:
         return StepCode(namespace["forward"], segments, self.slots, self.placed, num_cotangents, source)
 
     def _cut(self) -> list[tuple[tuple[Node, ...], tuple[Gradient, ...]]]:
-        """Stretches of backward nodes, each with the gradients that are complete at its end."""
-        position = {value: index for index, node in enumerate(self.program.second_pass) for value in node.outputs}
+        """Stretches of backward nodes, each with the gradients that are complete at its end and read no more.
+
+        Autograd would copy a tensor that somebody else still holds, and hooks may change the one that they get.
+        """
+        last_use = {
+            self.roots[value]: index
+            for index, node in enumerate(self.program.second_pass)
+            for value in (*node.inputs, *node.named_outputs)
+        }
         complete: dict[int, list[Gradient]] = {}
         for gradient in self.program.gradients:
             if gradient.value is not None:
-                complete.setdefault(position.get(gradient.value, -1), []).append(gradient)
+                complete.setdefault(last_use.get(self.roots[gradient.value], -1), []).append(gradient)
         stretches, start, pending, num_bytes = [], 0, list(complete.pop(-1, [])), 0
         for end in sorted(complete):
             pending += complete[end]
