@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,6 +104,8 @@ class _Backward(Recorder):
         self.is_strict = is_strict
         self.node: Node | None = None
         self.cotangents: dict[Value, torch.Tensor] = {}
+        self.pending: list[tuple[Value, torch.Tensor]] = []  # of the node being visited, not yet added
+        self.forward = {*program.makers, *(item.value for item in program.inputs)}
         self.complete: dict[Value, Value] = {}
         self.generator_states: dict[Node, Node] = {}
         self.active: set[Value] = set()
@@ -193,11 +196,13 @@ class _Backward(Recorder):
         self.node = node
         if not self.is_composed:  # the formulations for a second derivative are dense
             _refuse_sparse_gradient(node)
-        for argument, ct in self._pull_back(node, cts):
-            self._spread(argument, ct)
+        self.pending = [pair for argument, ct in self._pull_back(node, cts) for pair in self._spread(argument, ct)]
         for value in node.outputs:
             if value in self.cotangents:
                 self.complete[value] = self.value_of(self.cotangents.pop(value))
+        while self.pending:
+            self._accumulate(*self.pending[0])
+            del self.pending[0]
 
     def _pull_back(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
         """Pairs of an argument (a Value or a tuple of them) and its cotangents."""
@@ -263,12 +268,15 @@ class _Backward(Recorder):
         positions = tuple(index for index, value in enumerate(inputs) if value in self.active)
         values = tuple(None if ct is None else self.value_of(ct) for ct in cts)
         args: Any = (node.args, tuple(node.kwargs), tuple(node.kwargs.values()), values)
+        fake_args = without_live(map_values((*args, None), lambda value: self.tensor(value).fake))
+        pull_back = partial(gradients_of, node.operation, positions)
         with self.on_fakes():
-            fake_args = map_values((*args, None), lambda value: self.tensor(value).fake)
             try:
-                _, found = gradients_of(node.operation, positions, *without_live(fake_args))
+                _, found = pull_back(*fake_args)
             except Exception:  # the operation cannot run on fake tensors; contiguous is the usual layout
                 found = tuple(_empty_like(inputs[index]) for index in positions)
+        if any(value.tensor_type.device.type == "cpu" and not value.tensor_type.is_contiguous for value in inputs):
+            _, found = self.run_on_zeros(pull_back, fake_args, {}, (None, found))
         # Without a dependence, as of an empty product, eager leaves the gradient out: it is no tensor of zeros.
         reached = {index: fake for index, fake in zip(positions, found, strict=True) if fake is not None}
         if not reached:
@@ -318,17 +326,35 @@ class _Backward(Recorder):
             nodes.append(node)
         return tuple(nodes)
 
-    def _spread(self, argument: Any, ct: Any) -> None:
+    def _spread(self, argument: Any, ct: Any) -> list[tuple[Value, torch.Tensor]]:
+        """The Values in an argument with what is to be added to their cotangents."""
         if isinstance(argument, Value):
-            if ct is not None and argument in self.active:
-                self._accumulate(argument, conform(ct, argument.type))
-        elif isinstance(argument, tuple) and ct is not None:
-            for item, item_ct in zip(argument, ct, strict=True):
-                self._spread(item, item_ct)
+            return [(argument, conform(ct, argument.type))] if ct is not None and argument in self.active else []
+        if not isinstance(argument, tuple) or ct is None:
+            return []
+        return [pair for item, item_ct in zip(argument, ct, strict=True) for pair in self._spread(item, item_ct)]
 
     def _accumulate(self, value: Value, ct: torch.Tensor) -> None:
         known = self.cotangents.get(value)
-        self.cotangents[value] = ct if known is None else aten.add.Tensor(known, ct)
+        if known is None:
+            self.cotangents[value] = ct
+        elif self._is_added_into(known):
+            self.cotangents[value] = aten.add_.Tensor(known, ct)
+        else:
+            self.cotangents[value] = aten.add.Tensor(known, ct)
+
+    def _is_added_into(self, ct: torch.Tensor) -> bool:
+        """Whether eager adds the next cotangent into this one: the sum then lies as this one does.
+
+        It does where nothing else holds the tensor or its memory. Views hold what they are views of, and a tensor of
+        the forward pass is held by whoever saved it.
+        """
+        traced = self.traced(ct)
+        value, storage = self.value_of(traced), traced.alias.storage
+        if traced.alias.steps or value in self.zeros or value in self.forward or not value.tensor_type.is_dense:
+            return False
+        held = [*self.cotangents.values(), *(item for _, item in self.pending)]
+        return sum(self.traced(item).alias.storage is storage for item in held) == 1
 
     def _extend(self, differentiable: frozenset[Value]) -> frozenset[Value]:
         extended = set(differentiable)

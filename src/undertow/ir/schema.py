@@ -26,16 +26,22 @@ _UNDECLARED_MUTATIONS = {
 }
 
 
-# Whose fake kernels tell other sizes or strides than the real ones give (torch 2.13, CPU): oneDNN's workspace has no
-# bytes there, and these keep or drop the strides of permuted arguments. Their types are found by running them.
-_FAKE_SIZES_DIFFER = {aten.mkldnn_rnn_layer.default}
+# Whose fake kernels tell other sizes or strides than the real ones give (torch 2.13, CPU). Their types are found by
+# running them. Any call: oneDNN's workspace has no bytes there, folding has other strides along a batch of 1.
+_FAKE_DIFFERS = {aten.mkldnn_rnn_layer.default, aten.col2im.default}
+
+# Calls on permuted or sliced arguments, whose strides the fake kernels keep or drop
+# (tests/ops/test_recorded_types.py compares them over the registry).
 _FAKE_STRIDES_DIFFER = {
     aten.log_sigmoid_forward.default,
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_no_training.default,
     aten.native_batch_norm_backward.default,
+    aten.native_layer_norm_backward.default,
     aten._weight_norm_interface.default,
+    aten.native_dropout.default,
     aten.rrelu_with_noise.default,
     aten.copysign.Tensor,
     aten.div.Tensor_mode,
@@ -47,20 +53,64 @@ _FAKE_STRIDES_DIFFER = {
     aten.channel_shuffle.default,
     aten.index.Tensor,
     aten.max_unpool2d.default,
+    aten.reflection_pad2d_backward.default,
     aten.reflection_pad3d.default,
+    aten.reflection_pad3d_backward.default,
+    aten.replication_pad2d_backward.default,
     aten.replication_pad3d.default,
+    aten.replication_pad3d_backward.default,
+    aten.elu_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.logit_backward.default,
+    aten.softplus_backward.default,
+    aten._log_softmax_backward_data.default,
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_backward.default,
+    aten.huber_loss_backward.default,
+    aten.mse_loss_backward.default,
     aten.nll_loss2d_forward.default,
+    aten.nll_loss2d_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.normal.Tensor_Tensor,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    aten.poisson.default,
+    aten.uniform.default,
+}
+
+# The same, but only along sizes of 1 in their outputs, such as the gradients of convolution kernels of 1 x 1.
+_FAKE_ONES_DIFFER = {aten.convolution_backward.default, aten.view.default}
+
+# Most fake kernels are wrong about arguments with odd strides along sizes of 1. These are right, and would be slow to
+# run: in a network with channels last the weights of every convolution of 1 x 1 have such strides.
+_FAKE_ODD_ONES_HOLD = {
+    aten.convolution.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
 }
 
 
-def is_type_found_by_running(target: OpOverload, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether fake tensors cannot be trusted with the outputs' types of this call.
+def is_type_found_by_running(
+    target: OpOverload, tensors: Iterable[torch.Tensor], results: Iterable[torch.Tensor | None]
+) -> bool:
+    """Whether fake `results` cannot be trusted to have the types that this call on `tensors` gives.
 
     Strides along dimensions of size 1 count, as they do for the real kernels: some choose a layout by them.
     """
-    if target in _FAKE_SIZES_DIFFER:
+    if target in _FAKE_DIFFERS:
         return True
-    return target in _FAKE_STRIDES_DIFFER and any(not TensorType.of(tensor).is_contiguous for tensor in tensors)
+    types = [TensorType.of(tensor) for tensor in tensors]
+    has_ones = any(result is not None and 1 in result.shape for result in results)
+    if target in _FAKE_STRIDES_DIFFER or (has_ones and target in _FAKE_ONES_DIFFER):
+        return any(not kind.is_contiguous for kind in types)
+    # A size of 1 that is broadcast leaves no trace in an elementwise result.
+    is_reached = has_ones or torch.Tag.pointwise not in target.tags
+    is_right = target in _FAKE_ODD_ONES_HOLD or schema_of(target).is_view
+    return is_reached and not is_right and any(kind.has_odd_ones for kind in types)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,15 @@ class TensorType:
         return self if self.is_dense else replace(self, strides=contiguous_strides(self.shape))
 
     @property
+    def has_odd_ones(self) -> bool:
+        """Whether it is dense, and a stride along a size of 1 is another than that of a contiguous tensor.
+
+        No element depends on such a stride, but kernels choose a layout by it.
+        """
+        found = zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
+        return self.is_dense and any(size == 1 and stride != usual for size, stride, usual in found)
+
+    @property
     def allocated_bytes(self) -> int:
         """What the allocator takes for it: CUDA's rounds up."""
         unit = CUDA_BLOCK_BYTES if self.device.type == "cuda" else 1

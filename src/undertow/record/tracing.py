@@ -163,10 +163,7 @@ class Recorder(TorchDispatchMode):
             return self._record_mutation(func, args, kwargs)
         fake_args, fake_kwargs = self.fakes_of((args, kwargs))
         try:
-            with self.fake_mode:
-                result = func(*fake_args, **fake_kwargs)
-            if is_type_found_by_running(func, self._cpu_tensors((fake_args, tuple(fake_kwargs.values())))):
-                result = self._run_on_zeros(func, fake_args, fake_kwargs)
+            result = self._run_on_fakes(func, fake_args, fake_kwargs)
         except Exception as error:
             result = self.run_for_types(func, args, kwargs, error)
             if not isinstance(result, torch.Tensor | tuple | list):
@@ -174,14 +171,43 @@ class Recorder(TorchDispatchMode):
         self.refuse_layouts(func, (*args, *kwargs.values()), result)
         return self._record(func, args, kwargs, result)
 
-    def _cpu_tensors(self, arguments: Any) -> list[torch.Tensor]:
-        return [tensor for tensor in flatten_outputs(arguments) if tensor is not None and tensor.device.type == "cpu"]
-
-    def _run_on_zeros(self, func: OpOverload, fake_args: Any, fake_kwargs: dict[str, Any]) -> Any:
+    def _run_on_fakes(self, func: OpOverload, fake_args: Any, fake_kwargs: dict[str, Any]) -> Any:
         """Fakes with the types that the real kernel gives."""
-        with _disable_current_modes(), below_autograd():
-            args, kwargs = map_tensors((fake_args, fake_kwargs), _zeros_like)
-            return map_tensors(func(*args, **kwargs), self.fake_like)
+        with self.on_fakes():
+            result = func(*fake_args, **fake_kwargs)
+        is_view = schema_of(func).is_view
+        arguments = flatten_outputs((fake_args, tuple(fake_kwargs.values())))
+        tensors = [tensor for tensor in arguments if tensor is not None and (is_view or tensor.device.type == "cpu")]
+        if not is_type_found_by_running(func, tensors, flatten_outputs(result)):
+            return result
+        if is_view:
+            with _disable_current_modes():
+                found = func(*map_tensors(fake_args, _meta_like), **fake_kwargs)
+            with self.on_fakes():
+                return result.as_strided(found.shape, found.stride())
+        return self.run_on_zeros(func, fake_args, fake_kwargs, result)
+
+    def run_on_zeros(self, function: Any, fake_args: Any, fake_kwargs: dict[str, Any], otherwise: Any) -> Any:
+        """Fakes of what kernels give; `otherwise` where one refuses zeros, as the inverse of a matrix does."""
+        generators = [item for item in (*fake_args, *fake_kwargs.values()) if isinstance(item, torch.Generator)]
+        states = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
+        fakes: dict[int, torch.Tensor] = {}  # of the arguments, for operations that return one
+
+        def make_zeros(fake: torch.Tensor) -> torch.Tensor:
+            zeros = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
+            fakes[id(zeros)] = fake
+            return zeros
+
+        try:
+            with _disable_current_modes(), below_autograd():
+                args, kwargs = map_tensors((fake_args, fake_kwargs), make_zeros)
+                result = function(*args, **kwargs)
+                return map_tensors(result, lambda t: fakes[id(t)] if id(t) in fakes else self.fake_like(t))
+        except RuntimeError:
+            return otherwise
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
 
     def fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor with the type of a real one."""
@@ -198,8 +224,7 @@ class Recorder(TorchDispatchMode):
 
     def emit_view(self, step: ViewStep, value: Value, fake: torch.Tensor) -> tuple[Value, Any]:
         """Append the view `step` of `value`."""
-        with self.on_fakes():
-            outputs = flatten_outputs(step.target(fake, *step.args, **step.kwargs))
+        outputs = flatten_outputs(self._run_on_fakes(step.target, (fake, *step.args), dict(step.kwargs)))
         values = self.emit(step.target, (value, *step.args), dict(step.kwargs), outputs)
         return values[step.output_index], outputs[step.output_index]
 
@@ -247,12 +272,12 @@ class Recorder(TorchDispatchMode):
         target = self.traced(args[0])
         self.take_part(target)
         fake_args, fake_kwargs = self.fakes_of((args, kwargs))
+        fake = self._run_on_fakes(out_of_place, fake_args, fake_kwargs)
+        if fake.stride() != target.fake.stride() or fake.dtype != target.fake.dtype:
+            # Kernels choose vectorised or scalar code by strides, and the two differ in the last bit for exp, tanh
+            # and the like: what eager computes in a strided view must lie in the same strides here.
+            return self._record_generic_mutation(func, args, kwargs)
         with self.fake_mode:
-            fake = out_of_place(*fake_args, **fake_kwargs)
-            if fake.stride() != target.fake.stride() or fake.dtype != target.fake.dtype:
-                # Kernels choose vectorised or scalar code by strides, and the two differ in the last bit for exp, tanh
-                # and the like: what eager computes in a strided view must lie in the same strides here.
-                return self._record_generic_mutation(func, args, kwargs)
             func(*fake_args, **fake_kwargs)
         value_args, value_kwargs = self.values_of(args), {name: self.values_of(item) for name, item in kwargs.items()}
         (value,) = self.emit(out_of_place, value_args, value_kwargs, [fake])
@@ -285,12 +310,7 @@ class Recorder(TorchDispatchMode):
         value_args, value_kwargs = self.values_of(args), {name: self.values_of(item) for name, item in kwargs.items()}
         fake_args, fake_kwargs = self.fakes_of((args, kwargs))
         shapes = [target.fake.shape for target in targets]
-        with self.on_fakes():
-            result = func(*fake_args, **fake_kwargs)
-        # A draw would move the user's generator.
-        is_found = not schema_of(func).is_random
-        if is_found and is_type_found_by_running(func, self._cpu_tensors((fake_args, tuple(fake_kwargs.values())))):
-            result = self._run_on_zeros(func, fake_args, fake_kwargs)
+        result = self._run_on_fakes(func, fake_args, fake_kwargs)
         if any(target.fake.shape != shape for target, shape in zip(targets, shapes, strict=True)):
             self.refuse(f"{operation_of(func)}, which changes a tensor's size in place", "make a new tensor instead")
         fakes = flatten_outputs(result) if result is not None else []
@@ -414,8 +434,8 @@ class Namer:
                 return name
 
 
-def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
+def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def unusual_layout(tensor: torch.Tensor) -> str:
