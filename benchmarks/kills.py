@@ -1,9 +1,9 @@
-"""Training runs killed with SIGKILL at random instants: every one, taken up again, ends in the same weights.
+"""Training runs killed with SIGKILL at random instants: every one, resumed, ends in the same weights.
 
-A small network with BatchNorm and dropout on random data, a checkpoint after every step, so that about half of the time
-goes into writing them. Each run is killed and resumed until it gets through; then its weights are compared with those
-of a run that nobody disturbed. Processes are forked from one that has PyTorch loaded, so a kill costs a second and not
-ten. Usage: scripts/bench kills [--kills N] [--seed N] [--out FILE]
+A small network with BatchNorm and dropout trains on random data. It saves a checkpoint after every step, so that about
+half of the time goes into writing them. Each run is killed and resumed until it finishes. Then its weights are compared
+with the weights of an undisturbed run. Processes are forked from one that has PyTorch loaded, so a kill costs a second
+and not ten. Usage: scripts/bench kills [--kills N] [--seed N] [--out FILE]
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def write_inputs() -> None:
 
 
 def start(folder: str) -> int:
-    """Fork a process that starts or resumes the run; its id."""
+    """Fork a process that starts or resumes the run; returns its id."""
     words = ["--resume", folder] if Path(folder, "config.json").exists() else ["model.py:make", "--out", folder]
     process = os.fork()
     if process:
@@ -70,12 +70,12 @@ def weights_of(folder: str) -> str:
     from undertow.train.weights import hash_tensors
 
     checkpoint = RunFolder(Path(folder)).read_checkpoint()
-    assert checkpoint.place.stopped == "finished"
+    assert checkpoint.progress.stopped == "finished"
     return hash_tensors(checkpoint.weights())
 
 
 def run(num_kills: int, seed: int) -> dict[str, Any]:
-    """Kill until `num_kills` have hit."""
+    """Kill runs until `num_kills` kills have hit one."""
     write_inputs()
     began = time.perf_counter()
     assert wait(start("undisturbed")) == 0
@@ -115,7 +115,7 @@ def run(num_kills: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run it; the exit code is 1 if a run ended otherwise."""
+    """Kill and compare; the exit code is 1 if a run ended in other weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

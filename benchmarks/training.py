@@ -1,8 +1,8 @@
-"""Real training runs on real data: accuracy, peak against eager's, and the loss curve of eager step by step.
+"""Training runs on real data, compared with eager: accuracy, peak, and the losses step by step.
 
-LeNet-5 and LeNet-300-100 on MNIST, a character GPT on a text. Eager's peak is that of a whole batch. LeNet-5 comes to
-half of it by accumulation only: at batch 64, convolution_backward alone holds more, with its argument, its result and
-what the kernel takes for itself. DATA is a folder with `mnist` (the four idx files) and
+LeNet-5 and LeNet-300-100 on MNIST, a character GPT on a text. Eager's peak is measured on a whole batch. LeNet-5
+reaches half of it only by accumulation: at batch 64, convolution_backward alone needs more, with its argument, its
+result and its workspace. DATA is a folder with `mnist` (the four idx files) and
 `tinyshakespeare/input.txt`. Usage: scripts/bench training DATA [--only NAME] [--out FILE]
 """
 
@@ -36,12 +36,12 @@ HALF, LEAST = "half of eager's peak", "the planner's minimum"
 
 @dataclass(frozen=True)
 class Case:
-    """A run, its budget, and what it has to reach."""
+    """A run, its budget, and the accuracy that it has to reach."""
 
     config: TrainConfig
     data: str
     budget: str
-    least_accuracy: float | None = None
+    min_accuracy: float | None = None
 
 
 CASES = {
@@ -66,7 +66,7 @@ CASES = {
 
 
 def train_eagerly(config: TrainConfig, num_steps: int) -> tuple[list[float], int]:
-    """The losses of the first steps by PyTorch alone, and the peak of the second."""
+    """The losses of the first steps with PyTorch alone, and the peak of the second."""
     workload = load_workload(config)
     model, optimizer = workload.model, make_optimizer(config, workload.model)
     loss_of = make_loss(config.loss, workload.is_sequence, config.accumulate)
@@ -101,10 +101,10 @@ def train_eagerly(config: TrainConfig, num_steps: int) -> tuple[list[float], int
 
 
 def find_minimum(config: TrainConfig) -> int:
-    """The least peak that the planner finds for the step: what it says when it refuses a byte."""
-    asked = replace(config, budget="1")
+    """The least peak that the planner finds for the step: it says so when it refuses a budget of one byte."""
+    requested = replace(config, budget="1")
     try:
-        Run(asked, load_workload(asked), RunFolder(Path()), Silent()).prepare()
+        Run(requested, load_workload(requested), RunFolder(Path()), Silent()).prepare()
     except InfeasibleBudget as refusal:
         return refusal.minimum_bytes
     raise AssertionError("a step within one byte")
@@ -125,8 +125,8 @@ def run_case(name: str, data: Path) -> dict[str, Any]:
         run.prepare()
         result = run.train()
         curve = [item["loss"] for item in run.folder.read_metrics() if item["kind"] == "train"]
-    place = result.place
-    assert place.measured_peak_bytes is not None
+    progress = result.progress
+    assert progress.measured_peak_bytes is not None
     return {
         "case": name,
         "budget": case.budget,
@@ -135,21 +135,21 @@ def run_case(name: str, data: Path) -> dict[str, Any]:
         "budget_bytes": result.budget_bytes,
         "minimum_bytes": minimum,
         "eager_peak_bytes": eager_peak,
-        "predicted_peak_bytes": place.predicted_peak_bytes,
-        "measured_peak_bytes": place.measured_peak_bytes,
-        "is_within_budget": place.measured_peak_bytes <= int(config.budget or 0),
-        "test_accuracy": place.test_accuracy,
-        "is_accurate": case.least_accuracy is None or (place.test_accuracy or 0) >= case.least_accuracy,
-        "test_loss": place.test_loss,
-        "steps": place.step,
-        "seconds": round(place.seconds, 1),
+        "predicted_peak_bytes": progress.predicted_peak_bytes,
+        "measured_peak_bytes": progress.measured_peak_bytes,
+        "is_within_budget": progress.measured_peak_bytes <= int(config.budget or 0),
+        "test_accuracy": progress.test_accuracy,
+        "is_accurate": case.min_accuracy is None or (progress.test_accuracy or 0) >= case.min_accuracy,
+        "test_loss": progress.test_loss,
+        "steps": progress.step,
+        "seconds": round(progress.seconds, 1),
         "compared_steps": len(losses),
         "is_loss_curve_eagers": curve[: len(losses)] == losses,
     }
 
 
 def main() -> None:
-    """Run the cases; the exit code is 1 if one does not reach what it has to."""
+    """Run the cases; the exit code is 1 if one fails its checks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("--only", choices=CASES)

@@ -1,7 +1,7 @@
-"""What `scripts/demo` shows: a convnet trained on real digits within half of eager's memory, with the proof.
+"""What `scripts/demo` shows: a convnet trained on real digits within half of eager's memory, with proof.
 
 In: nothing. Out: text on the terminal, and a run in `runs`; every number but the times repeats exactly on the same
-machine. `main` returns the exit code: 0 if all that should agree agrees, 1 if not.
+machine. `main` returns the exit code: 0 if all comparisons hold, 1 if not.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ CONFIG = TrainConfig(
     "undertow.demo:demo_network", epochs=8, batch=64, lr=0.05, seed=3, weight_decay=5e-4, schedule="cosine"
 )
 ONE_EPOCH = replace(CONFIG, epochs=1, schedule="constant")
-COMPILE_BUDGET = 0.2  # of the activations; torch.compile recomputes a dropout of this network from there on
+COMPILE_BUDGET = 0.2  # of the activations; at this and below, torch.compile recomputes a dropout of this network
 MAX_COLUMNS = 110
-LEAST_ACCURACY = 0.97
+MIN_ACCURACY = 0.97
 
 
 def demo_network() -> tuple[nn.Module, tuple[torch.Tensor]]:
@@ -51,7 +51,7 @@ def demo_network() -> tuple[nn.Module, tuple[torch.Tensor]]:
 
 
 def make_demo_workload() -> Workload:
-    """The network with its first weights, and the digits."""
+    """The network with its initial weights, and the digits."""
     source = open_data("digits", SHAPE)
     torch.manual_seed(CONFIG.seed)
     return make_workload(demo_network()[0], source, CONFIG.batch)
@@ -70,13 +70,13 @@ def main() -> int:
 
     print("2. The same epoch, planned for half of that")
     budget = str(eager_peak // 2)
-    with tempfile.TemporaryDirectory() as place:
-        first = train(Path(place), replace(ONE_EPOCH, budget=budget), Silent())
+    with tempfile.TemporaryDirectory() as temporary:
+        first = train(Path(temporary), replace(ONE_EPOCH, budget=budget), Silent())
     is_same = first.weights_sha256 == eager_hash
     is_within = report_peak(first)
     print(f"   weights                 {first.weights_sha256}: {'the same bits' if is_same else 'DIFFERENT'}\n")
 
-    print("3. Gradients of one batch beside eager's, both told to hold less")
+    print("3. Gradients of one batch compared with eager's, by two ways to take less memory")
     is_exact = compare_gradients(int(budget))
 
     print("\n4. A budget that cannot be met is refused before anything runs")
@@ -85,15 +85,15 @@ def main() -> int:
     print(f"\n5. {CONFIG.epochs} epochs within that half, as `undertow train` runs them", flush=True)
     folder = new_folder(CONFIG)
     last = train(folder, replace(CONFIG, budget=budget), make_display())
-    accuracy = last.place.test_accuracy or 0.0
-    print(f"   accuracy on the test split {accuracy:.2%}, {last.place.seconds:.0f} s of training, in {folder}")
+    accuracy = last.progress.test_accuracy or 0.0
+    print(f"   accuracy on the test split {accuracy:.2%}, {last.progress.seconds:.0f} s of training, in {folder}")
     print("\nNext: source .venv/bin/activate, for the command undertow; then")
     print(f"   undertow report {folder} --html    undertow train --help    docs/first-five-minutes.md")
-    return 0 if is_same and is_within and is_exact and accuracy >= LEAST_ACCURACY else 1
+    return 0 if is_same and is_within and is_exact and accuracy >= MIN_ACCURACY else 1
 
 
 def train_eagerly(workload: Workload) -> tuple[str, int]:
-    """An epoch of the plainest loop: the hash of the weights, and the peak of its second step."""
+    """Train an epoch in a plain loop; returns the hash of the weights and the peak of the second step."""
     model = workload.model
     optimizer = make_optimizer(ONE_EPOCH, model)
     peak = 0
@@ -118,15 +118,15 @@ def train(path: Path, config: TrainConfig, display: Display) -> TrainResult:
     folder = RunFolder(path)
     run = Run(config, make_demo_workload(), folder, display)
     run.prepare()
-    with folder.hold():
+    with folder.lock():
         folder.create(config)
         return run.train()
 
 
 def report_peak(result: TrainResult) -> bool:
-    """Print budget, prediction and measurement; whether the last two are one and within the first."""
-    place, budget = result.place, result.budget_bytes
-    predicted, measured = place.predicted_peak_bytes, place.measured_peak_bytes
+    """Print budget, predicted and measured peak; whether both peaks are equal and within the budget."""
+    progress, budget = result.progress, result.budget_bytes
+    predicted, measured = progress.predicted_peak_bytes, progress.measured_peak_bytes
     assert predicted is not None and measured is not None and budget is not None
     print(f"   budget                  {budget:,} bytes\n   predicted peak          {predicted:,} bytes")
     print(f"   measured peak           {measured:,} bytes")
@@ -134,7 +134,7 @@ def report_peak(result: TrainResult) -> bool:
 
 
 def compare_gradients(budget: int) -> bool:
-    """Undertow and torch.compile, each told to hold less, against eager; whether Undertow has eager's bits."""
+    """Compare Undertow and torch.compile, each given a budget, with eager; whether Undertow has eager's bits."""
     import torch._functorch.config
 
     workload = make_demo_workload()
@@ -158,7 +158,7 @@ def compare_gradients(budget: int) -> bool:
 
 
 def show_refusal() -> None:
-    """Ask for a mebibyte."""
+    """Request a budget of one MiB, which is refused."""
     workload = make_demo_workload()
     inputs, targets = next(Feed(workload.train_loader, CONFIG.seed).batches(0, 0))
     optimizer = make_optimizer(CONFIG, workload.model)

@@ -1,15 +1,15 @@
-"""Every error Undertow raises on purpose.
+"""Every error that Undertow raises on purpose.
 
 UndertowError
 ├── CaptureError            the model or function cannot be recorded faithfully; names the line
-│   └── TooManyOutcomes     branches on tensor values took more outcomes than are kept
+│   └── TooManyOutcomes     branches on tensor values had more outcomes than are stored
 ├── CallError (TypeError)   a call to Undertow itself is wrong; names the argument
-├── DataError               a file of data or weights is missing, damaged, or refused; names the file and the place
+├── DataError               a file of data or weights is missing, damaged, or refused; names the file
 ├── FolderError             a run's folder cannot be read or written; says what of the run survives
 ├── OutputError             stdout or stderr cannot be written
-│   └── ClosedPipe          nobody reads it any more
-├── NotFinite               the loss is no number any more; names the operation that produced the first such value
-├── InfeasibleBudget        no plan fits the budget; says the least that does, and the ways out
+│   └── ClosedPipe          nobody reads it any longer
+├── NotFinite               the loss or a weight is not finite; names the operation that made the first such value
+├── InfeasibleBudget        no plan fits the budget; says the least that fits, and what else would help
 ├── ProgramError            a Program is malformed; a defect in Undertow
 ├── PlanError               a Plan is unsound; a defect in Undertow, or a Plan from elsewhere
 ├── MissingRule             `strict=True`, or a second derivative, met an operation without a rule
@@ -30,7 +30,7 @@ class CaptureError(UndertowError):
 
 
 class TooManyOutcomes(CaptureError):
-    """Branches on tensor values took more outcomes than are kept."""
+    """Branches on tensor values had more outcomes than are stored."""
 
 
 class CallError(UndertowError, TypeError):
@@ -50,17 +50,17 @@ class OutputError(UndertowError):
 
 
 class ClosedPipe(OutputError):
-    """Nobody reads stdout or stderr any more."""
+    """Nobody reads stdout or stderr any longer."""
 
 
 class NotFinite(UndertowError):
-    """The loss is infinite or not a number."""
+    """The loss or a weight is infinite or not a number."""
 
 
 class InfeasibleBudget(UndertowError):
-    """No plan fits the budget. `minimum_bytes` can be attained, less than `lower_bound_bytes` cannot.
+    """No plan fits the budget. `minimum_bytes` can be reached; less than `lower_bound_bytes` cannot.
 
-    `other_bits_minimum_bytes` can be attained by kernels that round otherwise; None where those need no less.
+    `other_bits_minimum_bytes` can be reached by kernels that round differently; None if those need no less.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PlanError(UndertowError):
 
 
 class MissingRule(UndertowError):
-    """An operation without a derivative rule where one is required."""
+    """An operation has no derivative rule where one is required."""
 
 
 class GradientCheckFailed(UndertowError):

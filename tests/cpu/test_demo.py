@@ -12,7 +12,7 @@ def test_demo_proves_what_it_says(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Fewer epochs than it takes to be right about the digits: that is for the demo itself to show.
     monkeypatch.setattr(demo, "CONFIG", replace(demo.CONFIG, epochs=1))
-    monkeypatch.setattr(demo, "LEAST_ACCURACY", 0.0)
+    monkeypatch.setattr(demo, "MIN_ACCURACY", 0.0)
     with torch.random.fork_rng(devices=[]):
         assert demo.main() == 0
     printed = capsys.readouterr().out

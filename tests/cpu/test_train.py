@@ -160,7 +160,7 @@ def test_loaders_of_ones_own_resume_too(capsys):
     assert run(capsys, *words, "--out", "parts", "--max-steps", "8")[0] == 0
     code, out, _ = run(capsys, "train", "--resume", "parts", "--json", "--max-steps", "100")
     assert code == 0 and json.loads(out)["weights_sha256"] == whole["weights_sha256"]
-    refuse(capsys, 2, "loaders of its own", "predict", "whole", "data.npz")
+    refuse(capsys, 2, "your own loaders", "predict", "whole", "data.npz")
     assert run(capsys, "evaluate", "whole")[0] == 0
 
 
@@ -232,7 +232,7 @@ def test_ctrl_c_saves_and_stops(capsys, monkeypatch):
     plain = Run.run_batches
 
     def interrupted(self, group):
-        if self.place.step == 3:
+        if self.progress.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return plain(self, group)
 
@@ -249,7 +249,7 @@ def test_ctrl_c_saves_and_stops(capsys, monkeypatch):
         return plain(self, group)
 
     monkeypatch.setattr(Run, "run_batches", twice)
-    refuse(capsys, 130, "stopped at once", *PLAN, "--out", "b")
+    refuse(capsys, 130, "stopped immediately", *PLAN, "--out", "b")
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -260,7 +260,7 @@ def test_sigterm_saves_and_stops_however_often(capsys, monkeypatch):
     before, plain = signal.getsignal(signal.SIGTERM), Run.run_batches
 
     def terminated(self, group):
-        if self.place.step == 3:
+        if self.progress.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(self, group)
@@ -301,7 +301,7 @@ def test_a_process_that_a_loader_forked_dies_of_sigterm():
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert not interrupts.asked
+    assert not interrupts.reason
 
 
 def test_early_stopping(capsys):
@@ -316,7 +316,7 @@ def test_a_loss_that_is_no_number(capsys):
     assert (found, out) == (4, "")
     assert "log (1 models.py:10) made the first value that is not finite" in line
     checkpoint = RunFolder(Path("a")).read_checkpoint()
-    assert f"the last good checkpoint, of step {checkpoint.place.step}" in line
+    assert f"the last good checkpoint, of step {checkpoint.progress.step}" in line
     assert all(tensor.isfinite().all() for tensor in checkpoint.weights().values())
 
 
@@ -360,7 +360,7 @@ WRONG = {
     ("train", "models.py:make", "--data", "data.npz", "--batch", "500"): (3, "fewer than a batch of 500"),
     ("train", "models.py:make", "--data", "data.npz", "--accumulate", "50"): (3, "an update takes 50"),
     ("train", "lenet5", "--data", "data.npz"): (3, "the model takes inputs of shape [1, 28, 28], found [12]"),
-    ("train", "models.py:make", "--data", "loaders.py:unsized"): (2, "two loaders, to train and to test"),
+    ("train", "models.py:make", "--data", "loaders.py:unsized"): (2, "a training and a test loader"),
     ("train", "models.py:make", "--data", "loaders.py:nothing"): (2, "has no function 'nothing'"),
     ("train", "models.py:images", "--data", "data.npz"): (3, "shape [3, 8, 8], found [12]"),
     ("train", "lenett5"): (2, "did you mean lenet5"),
@@ -373,9 +373,9 @@ WRONG = {
     ("train", "--resume", "nowhere"): (2, "nowhere holds no run"),
     ("evaluate", "nowhere"): (2, "holds no run"),
     ("predict", "nowhere", "x.png"): (2, "holds no run"),
-    ("export", "nowhere", "x.bin"): (2, "weights are written as .safetensors"),
+    ("export", "nowhere", "x.bin"): (2, "weights are written as safetensors"),
     ("report", "nowhere"): (2, "holds no run"),
-    ("train", "lenet5", "--data", "input.txt"): (2, "is no language model"),
+    ("train", "lenet5", "--data", "input.txt"): (2, "is not a language model"),
 }
 
 
@@ -391,7 +391,7 @@ def test_wrong_calls(capsys, words):
 def test_after_training(capsys):
     result = train(capsys, "--out", "a", "--budget", "200KiB")
     refuse(capsys, 2, "already holds a run", *PLAN, "--out", "a")
-    refuse(capsys, 2, "was started with lr None, and is now asked for 0.5", "train", "--resume", "a", "--lr", "0.5")
+    refuse(capsys, 2, "was started with lr None, but now 0.5 is given", "train", "--resume", "a", "--lr", "0.5")
 
     code, out, _ = run(capsys, "evaluate", "a", "--json")
     assert code == 0 and json.loads(out)["test_accuracy"] == result["test_accuracy"]

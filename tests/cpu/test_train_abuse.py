@@ -128,7 +128,7 @@ def test_weights_that_are_no_numbers_are_not_saved(capsys, more):
     words = ["train", "models.py:steep", "--data", "data.npz", "--lr", "1e38", *more, "--out", "a"]
     refuse(capsys, 4, "the weights after step 1 are not finite: in step 1 the update made weights", *words)
     checkpoint = RunFolder(Path("a")).read_checkpoint()
-    assert checkpoint.place.step == 0 and all(item.isfinite().all() for item in checkpoint.weights().values())
+    assert checkpoint.progress.step == 0 and all(item.isfinite().all() for item in checkpoint.weights().values())
 
 
 def test_models_that_cannot_be_trained(capsys):
@@ -150,7 +150,7 @@ def test_data_that_is_no_number_is_named(capsys):
 
 def test_one_process_trains_in_a_folder(capsys):
     train(capsys, "--out", "a")
-    script = "import sys, pathlib, undertow.train.folder as f\nwith f.RunFolder(pathlib.Path('a')).hold():\n"
+    script = "import sys, pathlib, undertow.train.folder as f\nwith f.RunFolder(pathlib.Path('a')).lock():\n"
     script += "    print('held', flush=True)\n    sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -180,7 +180,7 @@ def test_an_evaluation_is_recorded_once(capsys, monkeypatch):
     save = Run.save
 
     def killed(self):
-        if self.place.epoch == 2:
+        if self.progress.epoch == 2:
             self._records.flush()  # the lines are written, the checkpoint that counts on them is not
             raise KeyboardInterrupt
         save(self)
@@ -268,7 +268,7 @@ def test_numbers_are_not_shown_as_probabilities(capsys):
     save_data(y=lambda y: y[:, None].astype("float32"))
     words = ["train", "models.py:one", "--loss", "mse_loss", "--data", "changed.npz", "--max-steps", "2", "--out", "a"]
     assert run(capsys, *words)[0] == 0
-    refuse(capsys, 2, "its outputs are no probabilities of classes", "predict", "a", "data.npz")
+    refuse(capsys, 2, "its outputs are not probabilities of classes", "predict", "a", "data.npz")
 
 
 def test_classes_that_cannot_be_seen():
@@ -293,9 +293,9 @@ def test_headers_that_are_no_headers(capsys, header):
 def test_arrays_that_are_no_rows(capsys):
     start = ["train", "models.py:make", "--data"]
     numpy.savez("zero.npz", x=numpy.float32(3), y=numpy.int64(1))
-    refuse(capsys, 3, "wanted are rows of real numbers", *start, "zero.npz")
+    refuse(capsys, 3, "it must hold rows of real numbers", *start, "zero.npz")
     save_data(x=lambda x: x.astype("complex64"))
-    refuse(capsys, 3, "wanted are rows of real numbers", *start, "changed.npz")
+    refuse(capsys, 3, "it must hold rows of real numbers", *start, "changed.npz")
     save_data(x=lambda x: numpy.zeros((120, 0, 5), "float32"))
     refuse(capsys, 3, "have no pixels", *start, "changed.npz")
     data = bytearray(Path("data.npz").read_bytes())
@@ -311,7 +311,7 @@ def test_words_that_cannot_be_meant(capsys):
     refuse(capsys, 2, "seed must be at most", *PLAN, "--seed", str(2**64))
     refuse(capsys, 2, "ValueError: none (without.py:4)", "train", "without.py:make", "--data", "data.npz")
     train(capsys, "--out", "a")
-    refuse(capsys, 2, "--out b is another", "train", "--resume", "a", "--out", "b", "--epochs", "4")
+    refuse(capsys, 2, "but --out is b", "train", "--resume", "a", "--out", "b", "--epochs", "4")
     Path("word.yaml").write_text("model: lenet5\nlr: fast\n")
     refuse(capsys, 2, "lr must be a number, got 'fast'", "train", "--config", "word.yaml")
     Path("large.yaml").write_text("model: lenet5\nlr: " + "9" * 400 + "\n")
@@ -436,7 +436,7 @@ def test_files_and_loaders_that_changed_since_the_run_began(capsys):
 
 
 def change_step(checkpoint):
-    checkpoint.place.step = -5
+    checkpoint.progress.step = -5
 
 
 @pytest.mark.parametrize(

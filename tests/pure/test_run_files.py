@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from undertow.errors import DataError, FolderError
-from undertow.train.checkpoint import Checkpoint, Place, load_checkpoint, save_checkpoint
+from undertow.train.checkpoint import Checkpoint, Progress, load_checkpoint, save_checkpoint
 from undertow.train.durable import write_durably
 from undertow.train.events import EventWriter
 from undertow.train.weights import DTYPES, hash_tensors, read_tensors, write_tensors
@@ -45,13 +45,13 @@ def test_the_hash_sees_everything():
 def checkpoint_file(folder):
     path = folder / "checkpoint.safetensors"
     about = {"config": {}, "environment": {"num_threads": 1}}
-    save_checkpoint(path, Checkpoint({"model/w": torch.ones(300)}, Place(step=7), about, {"mm": (5, 6)}))
+    save_checkpoint(path, Checkpoint({"model/w": torch.ones(300)}, Progress(step=7), about, {"mm": (5, 6)}))
     return path
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
     found = load_checkpoint(checkpoint_file(tmp_path))
-    assert found.place == Place(step=7) and found.costs == {"mm": (5, 6)}
+    assert found.progress == Progress(step=7) and found.costs == {"mm": (5, 6)}
     assert torch.equal(found.weights()["w"], torch.ones(300))
     assert os.listdir(tmp_path) == ["checkpoint.safetensors"]
 
@@ -65,21 +65,21 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 REFUSED = {
     "pickle": (lambda data: pickle.dumps({"w": 1}), "is a pickle"),
     "truncated": (lambda data: data[:-1], "truncated or overlong"),
-    "cut in its header": (lambda data: data[:40], "no whole safetensors file"),
+    "cut in its header": (lambda data: data[:40], "not a whole safetensors file"),
     "overlong": (lambda data: data + b"x", "truncated or overlong"),
     "empty": (lambda data: b"", "too few"),
     "a bit flipped": (lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:], "damaged"),
-    "endless header": (lambda data: struct.pack("<Q", 2**63) + data[8:], "asks for a header"),
-    "header is no JSON": (lambda data: struct.pack("<Q", 4) + b"{{{{", "header is not as the format"),
-    "header of lists": (lambda data: header_of(b"", [1]), "header is not as the format"),
-    "deep header": (lambda data: struct.pack("<Q", 60000) + b'{"a":' * 12000, "header is not as the format"),
+    "endless header": (lambda data: struct.pack("<Q", 2**63) + data[8:], "claims a header"),
+    "header is no JSON": (lambda data: struct.pack("<Q", 4) + b"{{{{", "header does not follow the format"),
+    "header of lists": (lambda data: header_of(b"", [1]), "header does not follow the format"),
+    "deep header": (lambda data: struct.pack("<Q", 60000) + b'{"a":' * 12000, "header does not follow the format"),
     "overlapping": (lambda data: header_of(bytes(8), {"a": ONE, "b": ONE}), "is refused"),
     "negative": (
         lambda data: header_of(bytes(8), {"a": {**ONE, "data_offsets": [-8, 8]}}),
         "is refused",
     ),
     "shape too large": (lambda data: header_of(bytes(8), {"a": {**ONE, "shape": [2**40]}}), "is refused"),
-    "plain weights": (lambda data: header_of(bytes(8), {"a": ONE}), "no checkpoint of a run"),
+    "plain weights": (lambda data: header_of(bytes(8), {"a": ONE}), "not a checkpoint of a run"),
 }
 
 

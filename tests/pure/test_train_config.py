@@ -37,7 +37,7 @@ WRONG = {
     "choice": ({"optimizer": "adm"}, "optimizer 'adm' is not known; did you mean adam?"),
     "numerics": ({"numerics": "quick"}, "numerics 'quick' is not known; can be exact, fast, bf16"),
     "loss": ({"loss": "softmax"}, "loss 'softmax' is not known"),
-    "momentum of adam": ({"optimizer": "adam", "momentum": 0.9}, "belong to sgd"),
+    "momentum of adam": ({"optimizer": "adam", "momentum": 0.9}, "are options of sgd"),
     "nesterov": ({"nesterov": True, "momentum": 0.0}, "nesterov needs a momentum"),
     "no model": ({"model": ""}, "no model is named"),
 }
@@ -57,7 +57,7 @@ def test_mistakes(name):
         ("a.toml", "lr = ", "cannot be read"),
         ("a.yaml", "lr: [", "cannot be read"),
         ("a.yaml", "- 1\n- 2", "must hold keys"),
-        ("a.toml", "x" * (2 << 20), "too large"),
+        ("a.toml", "x" * (2 << 20), "larger than 1,048,576 bytes"),
         ("a.yaml", "!!python/object/apply:os.system ['true']", "cannot be read"),
     ],
 )
@@ -76,7 +76,7 @@ def test_a_resumed_run_may_only_change_its_length():
     assert check_resumed(EXPECTED, {"lr": 0.1, "out": "runs/a"}, folder).out == "runs/a"
     with pytest.raises(CallError, match="goes on in its own folder"):
         check_resumed(EXPECTED, {"out": "elsewhere"}, folder)
-    with pytest.raises(CallError, match="started with lr 0.1, and is now asked for 0.2"):
+    with pytest.raises(CallError, match="started with lr 0.1, but now 0.2 is given"):
         check_resumed(EXPECTED, {"lr": 0.2}, folder)
     with pytest.raises(CallError, match="depends on the run's length"):
         check_resumed(make_config({"model": "a", "schedule": "cosine"}, ""), {"epochs": 20}, folder)

@@ -1,3 +1,3 @@
-"""The command line: `undertow train` and its neighbours."""
+"""The command line: `undertow train` and the other commands."""
 
 from undertow.cli.commands import main as main

@@ -1,7 +1,7 @@
-"""The commands. In: words. Out: text or JSON on stdout, and an exit code (`exits`).
+"""The commands. In: the words of the command line. Out: text or JSON on stdout, and an exit code (`exits`).
 
-What goes wrong gives one line on stderr: what was wrong, where, and what to do; with `--json`, `{"error": line}`. Torch
-is imported by the commands that need it, so that `--help` answers at once.
+An error prints one line on stderr: what was wrong, where, and what to do; with `--json`, `{"error": line}`. Commands
+that need torch import it themselves, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from undertow.cli.printing import print_data, print_result, report_error, write,
 from undertow.cli.run_commands import add_run_commands
 from undertow.errors import ClosedPipe, GradientCheckFailed, InfeasibleBudget, OutputError, UndertowError
 
-# What every complaint about the words themselves derives from; older versions of typer take it from click.
+# The base of all errors about the words themselves; older versions of typer take it from click.
 UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ app = typer.Typer(
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A zoo name (vgg16), file.py:factory or package.module:factory.")
 ]
-BatchOption = Annotated[int | None, typer.Option(help="Examples in the batch; 1 unless told.")]
+BatchOption = Annotated[int | None, typer.Option(help="Examples in the batch; 1 by default.")]
 InputOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -44,12 +44,12 @@ InputOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NumericsOption = Annotated[
-    str, typer.Option(help="exact; fast: the fastest kernels, within bounds; bf16: fast, and in bfloat16.")
+    str, typer.Option(help="exact; fast: the fastest kernels, within error bounds; bf16: fast, in bfloat16.")
 ]
 
 
 class OptimizerName(StrEnum):
-    """Optimizers whose state `inspect` can add: SGD with momentum, Adam, AdamW."""
+    """Optimizers whose state `inspect` and `plan` can count: SGD with momentum, Adam, AdamW."""
 
     SGD = "sgd"
     ADAM = "adam"
@@ -62,17 +62,17 @@ OptimizerOption = Annotated[OptimizerName | None, typer.Option(help="Count this 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    # A stream that was closed before the start is None.
+    # Python sets a stream to None if it was closed before the start.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     try:
         return _run(words)
-    except OutputError as error:  # of stderr: nobody can be told
+    except OutputError as error:  # stderr cannot be written: nobody can be told
         return exit_code(error)
 
 
 def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # file names may hold bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may hold bytes that are not text
     output = io.StringIO()
     try:
         with redirect_stdout(output):
@@ -140,9 +140,9 @@ def plan_command(
     numerics: NumericsOption = "exact",
     allow_other_bits: Annotated[
         bool,
-        typer.Option("--allow-other-bits", help="Take kernels of less memory where the fastest do not fit."),
+        typer.Option("--allow-other-bits", help="Use kernels that take less memory where the fastest do not fit."),
     ] = False,
-    costs: Annotated[str, typer.Option(help="measured, or model: by arithmetic and traffic.")] = "measured",
+    costs: Annotated[str, typer.Option(help="measured, or model: from arithmetic and memory traffic.")] = "measured",
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one page.")] = None,
     is_json: JsonOption = False,
 ) -> int:
@@ -181,7 +181,7 @@ def tune_command(
     numerics: NumericsOption = "fast",
     is_json: JsonOption = False,
 ) -> int:
-    """Time every operation of a training step, and every way to run it, on this machine; plans then need not."""
+    """Time every operation of a training step, and every way to run it, on this machine; later plans use the times."""
     from undertow.api.tuning import tune
     from undertow.cli.loading import load, running
 
@@ -194,12 +194,12 @@ def tune_command(
 
 @app.command("solve")
 def solve_command(
-    graph: Annotated[str, typer.Argument(metavar="GRAPH.json", help="Nodes with sizes and times, and links.")],
+    graph: Annotated[str, typer.Argument(metavar="GRAPH.json", help="Nodes with sizes and times, and their links.")],
     peak: Annotated[float, typer.Option(help="The budget as a share of the base peak.")],
     order: Annotated[str, typer.Option(help="fixed keeps the order of first runs; free may reorder.")] = "free",
     is_json: JsonOption = False,
 ) -> int:
-    """Plan a bare graph of sizes and times, as published planners are compared on."""
+    """Plan a bare graph of sizes and times, such as published planners are compared on."""
     from undertow.api.solving import solve
 
     result = solve(graph, peak, order=order)

@@ -1,4 +1,4 @@
-"""What the command's exit code says."""
+"""The exit codes of the commands. In: an error. Out: its code."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ DONE = 0
 CHECK_FAILED = 1  # the check failed, or the budget cannot be met
 WRONG_CALL = 2  # an unknown model, option or config key, a model that cannot be run
 BAD_DATA = 3  # data or weights are missing, damaged, or refused
-NOT_FINITE = 4  # the loss is no number any more
+NOT_FINITE = 4  # the loss or a weight is not finite
 NO_FOLDER = 5  # the run's folder, or stdout, cannot be written
-INTERRUPTED = 130  # Ctrl-C; as shells count it, 128 + SIGINT
-CLOSED_PIPE = 141  # 128 + SIGPIPE, of which other tools die here
+INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT, as shells do
+CLOSED_PIPE = 141  # 128 + SIGPIPE, the signal that ends other tools here
 TERMINATED = 143  # 128 + SIGTERM
 
 

@@ -1,8 +1,8 @@
-"""From words to a model and its example inputs.
+"""In: the words that name a model and its inputs. Out: the model and example inputs.
 
 A model is a zoo name, `file.py:factory` or `package.module:factory`. The factory takes no arguments and returns a
-module, or `(module, args)`, or `(module, args, kwargs)`. The inputs of a module alone come from `--input`, or from a
-function `example_inputs(batch)` beside the factory.
+module, or `(module, args)`, or `(module, args, kwargs)`. If it returns no inputs, they come from `--input`, or from a
+function `example_inputs(batch)` in the same module.
 """
 
 from __future__ import annotations
@@ -51,41 +51,45 @@ class Subject:
 
 
 def load(name: str, batch: int | None, inputs: list[str]) -> Subject:
-    """The model called `name`, with inputs as told or of its own."""
+    """The model called `name`, with the given inputs or its own."""
     if batch is not None and batch < 1:
         raise CallError(f"--batch {batch}: a batch holds at least one example")
     if batch is not None and inputs:
-        raise CallError("--batch and --input exclude each other: write the batch as the first size of the input")
+        raise CallError("--batch and --input cannot both be given: write the batch as the first size of the input")
     torch.manual_seed(0)  # so that two runs agree
     given = tuple(parse_input(text) for text in inputs)
     if ":" not in name:
         return _load_from_zoo(name, batch or 1, given)
-    module, place, attribute = resolve(name)
-    return _call_factory(module, place, attribute, batch, given)
+    module, module_name, attribute = resolve(name)
+    return _call_factory(module, module_name, attribute, batch, given)
 
 
 def resolve(name: str) -> tuple[ModuleType, str, str]:
-    """The module that `file.py:factory` or `package.module:factory` names, where it is, and the factory's name."""
-    place, _, attribute = name.rpartition(":")
-    module = _load_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    return module, place, attribute
+    """The module of `file.py:factory` or `package.module:factory`, its name there, and the factory's name."""
+    module_name, _, attribute = name.rpartition(":")
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+    return module, module_name, attribute
 
 
 def parse_input(text: str) -> torch.Tensor:
-    """`8,3,224,224` or `8,128:int64` as a tensor: normal numbers, or zeros where the dtype has none."""
+    """A tensor from `8,3,224,224` or `8,128:int64`: normal numbers, or zeros where the dtype has no fractions."""
     sizes, _, dtype_name = text.partition(":")
     dtype = getattr(torch, dtype_name or "float32", None)
     if not isinstance(dtype, torch.dtype):
-        raise CallError(f"--input {text}: {dtype_name!r} is no dtype of torch; for example float32, int64, bool")
+        raise CallError(
+            f"--input {text}: {dtype_name!r} is not a dtype of torch; give for example float32, int64, bool"
+        )
     if not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", sizes):
-        raise CallError(f"--input {text}: {sizes!r} is no shape; write positive sizes with commas, such as 8,3,224,224")
+        raise CallError(
+            f"--input {text}: {sizes!r} is not a shape; write positive sizes with commas, such as 8,3,224,224"
+        )
     shape = [int(size) for size in sizes.split(",")]
     return torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
-    """Turns what the user's code raises into one line that names where, and leaves stdout to the result."""
+    """Turn an error of the user's code into one line with its location; what that code prints goes to stderr."""
     try:
         with redirect_stdout(sys.stderr):
             yield
@@ -93,11 +97,11 @@ def running(what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         message = error.msg if isinstance(error, SyntaxError) else error
-        raise CallError(f"{what}: {type(error).__name__}: {message}{_find_place(error)}") from error
+        raise CallError(f"{what}: {type(error).__name__}: {message}{_find_location(error)}") from error
 
 
-def _find_place(error: BaseException) -> str:
-    """The innermost line outside PyTorch and Undertow; of a syntax error the line it is in."""
+def _find_location(error: BaseException) -> str:
+    """The innermost line outside PyTorch and Undertow; for a syntax error, its line."""
     if isinstance(error, SyntaxError):
         return f" ({Path(error.filename or '').name}:{error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
@@ -116,7 +120,7 @@ def _load_from_zoo(name: str, batch: int, given: tuple[torch.Tensor, ...]) -> Su
 
 
 def find_in_zoo(name: str) -> ZooModel:
-    """The network of that name; raises CallError with those there are."""
+    """The network of that name; raises CallError that lists the names."""
     if name.endswith(".py"):
         raise CallError(f"{name} names no factory: write {name}:factory, where factory() returns the model")
     if name not in ZOO:
@@ -135,7 +139,7 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"undertow_model_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # As when Python runs the file itself: it may import its neighbours, and its classes can be found by name.
+    # As when Python runs the file itself: it can import files of its folder, and its classes can be found by name.
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[module.__name__] = module
     with running(f"{path} cannot be loaded"):
@@ -157,59 +161,61 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _call_factory(
-    module: ModuleType, place: str, attribute: str, batch: int | None, given: tuple[torch.Tensor, ...]
+    module: ModuleType, module_name: str, attribute: str, batch: int | None, given: tuple[torch.Tensor, ...]
 ) -> Subject:
-    model, args, kwargs = make_model(module, place, attribute)
+    model, args, kwargs = make_model(module, module_name, attribute)
     if given:
         return Subject(model, given, {})
     if args is not None:
         if batch is not None:
-            raise CallError(f"--batch {batch}: {attribute}() in {place} brings its own inputs; leave --batch out")
+            raise CallError(
+                f"--batch {batch}: {attribute}() in {module_name} returns its own inputs; leave --batch out"
+            )
         return Subject(model, args, kwargs or {})
-    return Subject(model, _example_inputs(module, place, attribute, batch or 1), {})
+    return Subject(model, _example_inputs(module, module_name, attribute, batch or 1), {})
 
 
-def make_model(module: ModuleType, place: str, attribute: str) -> tuple[torch.nn.Module, Any, Any]:
-    """The model a factory makes, and the inputs it brings along; None where it brings none."""
-    made = call(module, place, attribute, "the model")
+def make_model(module: ModuleType, module_name: str, attribute: str) -> tuple[torch.nn.Module, Any, Any]:
+    """The model that a factory returns, and its args and kwargs; None where it returns none."""
+    made = call(module, module_name, attribute, "the model")
     parts = made if isinstance(made, tuple) else (made,)
     model, args, kwargs = (*parts, *(None, None, None)[len(parts) :])[:3]
     if not isinstance(model, torch.nn.Module) or len(parts) > 3 or not _is_call(args, kwargs):
         raise CallError(
-            f"{attribute}() in {place} returned {describe(made)}: "
+            f"{attribute}() in {module_name} returned {describe(made)}: "
             f"it must return a module, (module, args) or (module, args, kwargs) with a tuple args and a dict kwargs"
         )
     refuse_lazy(dict(model.named_modules()))
     return model, args, kwargs
 
 
-def call(module: ModuleType, place: str, attribute: str, what: str) -> Any:
-    """What the function of that name in a module returns; a module of torch stands for itself."""
+def call(module: ModuleType, module_name: str, attribute: str, what: str) -> Any:
+    """What the function of that name in a module returns; a torch module of that name is returned itself."""
     factory = getattr(module, attribute, None)
     if not callable(factory):
         names = [name for name, item in vars(module).items() if callable(item) and not name.startswith("_")]
         near = difflib.get_close_matches(attribute, names, n=1)
         advice = f"; did you mean {near[0]}?" if near else f": write a function that returns {what}"
-        raise CallError(f"{place} has no function {attribute!r}{advice}")
+        raise CallError(f"{module_name} has no function {attribute!r}{advice}")
     if isinstance(factory, torch.nn.Module):
         return factory
-    with running(f"{attribute}() in {place} failed"):
+    with running(f"{attribute}() in {module_name} failed"):
         return factory()
 
 
-def _example_inputs(module: ModuleType, place: str, attribute: str, batch: int) -> tuple[Any, ...]:
+def _example_inputs(module: ModuleType, module_name: str, attribute: str, batch: int) -> tuple[Any, ...]:
     examples = getattr(module, "example_inputs", None)
     if not callable(examples):
         raise CallError(
-            f"{attribute}() in {place} returned a module without inputs: give --input 8,3,224,224, "
-            f"or write example_inputs(batch) beside it"
+            f"{attribute}() in {module_name} returned a module without inputs: give --input 8,3,224,224, "
+            f"or write example_inputs(batch) in the same file"
         )
-    with running(f"example_inputs({batch}) in {place} failed"):
+    with running(f"example_inputs({batch}) in {module_name} failed"):
         made = examples(batch)
     if isinstance(made, torch.Tensor):
         return (made,)
     if not isinstance(made, tuple):
-        raise CallError(f"example_inputs({batch}) in {place} returned {describe(made)}: it must return a tuple")
+        raise CallError(f"example_inputs({batch}) in {module_name} returned {describe(made)}: it must return a tuple")
     return made
 
 
@@ -218,7 +224,7 @@ def _is_call(args: Any, kwargs: Any) -> bool:
 
 
 def describe(item: Any) -> str:
-    """The type of a thing, of a tuple those of its parts."""
+    """The type of an object; for a tuple, the types of its items."""
     if isinstance(item, tuple):
         return f"({', '.join(type(part).__name__ for part in item)})"
     return type(item).__name__

@@ -12,12 +12,12 @@ from undertow.errors import CallError, ClosedPipe, OutputError
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Bring text to stdout or stderr; raises OutputError if it does not get there."""
+    """Write text to stdout or stderr; raises OutputError if that fails."""
     try:
         stream.write(text)
         stream.flush()
     except OSError as error:
-        # What is left in the stream would be written, and complained about, once more when Python ends.
+        # When Python ends, it would try again to write the rest of the stream, and complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if isinstance(error, BrokenPipeError):
             raise ClosedPipe("nobody reads the output any more") from None
@@ -25,23 +25,23 @@ def write(text: str, stream: TextIO) -> None:
 
 
 def print_result(result: Any, is_json: bool) -> None:
-    """A result as text, or as one JSON object."""
+    """Print a result as text, or as one JSON object."""
     print_data(result.to_dict()) if is_json else print(result)
 
 
 def print_data(data: Any) -> None:
-    """Plain data as JSON."""
+    """Print plain data as JSON."""
     print(json.dumps(_finite(data), indent=2, allow_nan=False))
 
 
 def report_error(message: str, is_json: bool) -> None:
-    """One line on stderr."""
+    """Print an error as one line on stderr."""
     line = " ".join(message.split())
     write((json.dumps({"error": line}) if is_json else f"undertow: {line}") + "\n", sys.stderr)
 
 
 def write_page(path: str, text: str) -> None:
-    """A page as a file."""
+    """Write a page to a file."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)

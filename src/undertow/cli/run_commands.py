@@ -1,7 +1,7 @@
 """The commands about runs: train, evaluate, predict, export, report.
 
-The options of `train` are the fields of `TrainConfig`, read off it; an option that is not given is None, so that a
-config file can say it instead.
+The options of `train` are made from the fields of `TrainConfig`. An option that is not given is None, so that a config
+file can give it instead.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from undertow.train.config import CLASS_LOSSES, TrainConfig, check_resumed, make
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-DataOption = Annotated[str | None, typer.Option(help="Other data than the run's own; as for train.")]
+DataOption = Annotated[str | None, typer.Option(help="Data to use instead of the run's own; as for train.")]
 
 
 def add_run_commands(app: typer.Typer) -> None:
-    """Give the command line its commands about runs."""
+    """Add the commands about runs to the command line."""
     app.command("train")(_with_config_options(train_command))
     app.command("evaluate")(evaluate_command)
     app.command("predict")(predict_command)
@@ -35,21 +35,21 @@ def add_run_commands(app: typer.Typer) -> None:
 
 
 def _with_config_options(command: Any) -> Any:
-    """The command with a parameter for every field of TrainConfig, the model as its argument."""
+    """The command with a parameter for every field of TrainConfig; the model is an argument, the others options."""
     hints = get_type_hints(TrainConfig)
     own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
     made = []
     for item in fields(TrainConfig):
-        words = item.metadata["help"]
-        kind = hints[item.name].__args__[0] if isinstance(hints[item.name], UnionType) else hints[item.name]
-        given: Any = typer.Option(help=words)
+        text = item.metadata["help"]
+        value_type = hints[item.name].__args__[0] if isinstance(hints[item.name], UnionType) else hints[item.name]
+        given: Any = typer.Option(help=text)
         if item.name == "model":
-            given = typer.Argument(metavar="MODEL", help=words, show_default=False)
+            given = typer.Argument(metavar="MODEL", help=text, show_default=False)
         elif item.metadata["choices"]:
-            given = typer.Option(help=f"{words} One of {', '.join(item.metadata['choices'])}.")
+            given = typer.Option(help=f"{text} One of {', '.join(item.metadata['choices'])}.")
         made.append(
             inspect.Parameter(
-                item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, given]
+                item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[value_type | None, given]
             )
         )
 
@@ -70,7 +70,7 @@ def train_command(
     is_json: JsonOption = False,
     **given: Any,
 ) -> int:
-    """Train a model within a memory budget, with the bits of eager PyTorch."""
+    """Train a model within a memory budget, with eager PyTorch's bits."""
     named = {name: value for name, value in given.items() if value is not None}
     from_file = {} if config is None else read_config_file(Path(config))
     if resume is None:
@@ -83,41 +83,41 @@ def train_command(
     try:
         result = _train(settings, resume is not None)
     except KeyboardInterrupt:
-        report_error("stopped at once; the last checkpoint, if there is one, is kept", is_json)
+        report_error("stopped immediately; the last checkpoint, if there is one, is unharmed", is_json)
         return INTERRUPTED
     print_result(result, is_json)
-    return {"interrupted": INTERRUPTED, "terminated": TERMINATED}.get(result.place.stopped, DONE)
+    return {"interrupted": INTERRUPTED, "terminated": TERMINATED}.get(result.progress.stopped, DONE)
 
 
 def _train(settings: TrainConfig, is_resumed: bool) -> Any:
     from undertow.cli.loading import running
-    from undertow.cli.workloads import load_workload, say_code
+    from undertow.cli.workloads import load_workload, report_code
     from undertow.train.folder import RunFolder, new_folder
     from undertow.train.progress import make_display
-    from undertow.train.run import Run, use_threads_of
+    from undertow.train.run import Run, use_same_threads
 
     folder = RunFolder(Path(settings.out) if settings.out is not None else new_folder(settings))
-    with ExitStack() as held, running(f"training {settings.model} on {settings.data}"):
+    with ExitStack() as stack, running(f"training {settings.model} on {settings.data}"):
         if is_resumed:
-            held.enter_context(folder.hold())
-            use_threads_of(folder)
+            stack.enter_context(folder.lock())
+            use_same_threads(folder)
         else:
             folder.check_is_free()
         workload = load_workload(settings)
         if is_resumed:
-            say_code(settings.model, settings.data)
+            report_code(settings.model, settings.data)
         run = Run(settings, workload, folder, make_display())
         if folder.checkpoint_path.exists():
             run.resume()
         run.prepare()
         if not is_resumed:
-            held.enter_context(folder.hold())
+            stack.enter_context(folder.lock())
             folder.create(settings)
         return run.train()
 
 
 def evaluate_command(run: RunArgument, data: DataOption = None, is_json: JsonOption = False) -> int:
-    """Loss and accuracy of a trained model on test data."""
+    """Measure loss and accuracy of a trained model on test data."""
     from undertow.cli.loading import running
     from undertow.cli.workloads import load_test_batches, load_trained
     from undertow.train.evaluation import Evaluator
@@ -137,7 +137,7 @@ def predict_command(
     top: Annotated[int, typer.Option(help="How many classes to name.", min=1)] = 1,
     is_json: JsonOption = False,
 ) -> int:
-    """Class probabilities for new inputs."""
+    """Print class probabilities of new inputs."""
     from undertow.cli.loading import running
     from undertow.cli.workloads import load_trained
     from undertow.train.evaluation import Evaluator
@@ -146,10 +146,10 @@ def predict_command(
     with running(f"predicting {inputs}"):
         trained = load_trained(run)
         if trained.preparation is None:
-            raise CallError(f"{run} was trained on loaders of its own, which do not say how a new input is prepared")
+            raise CallError(f"{run} was trained on your own loaders, which do not say how a new input is prepared")
         if trained.config.loss not in CLASS_LOSSES:
             raise CallError(
-                f"{run} was trained with {trained.config.loss}: its outputs are no probabilities of classes"
+                f"{run} was trained with {trained.config.loss}: its outputs are not probabilities of classes"
             )
         evaluator = Evaluator(trained.model, trained.config.loss, trained.is_sequence)
         found = predict(evaluator.predict, trained.preparation, trained.classes, Path(inputs), top)
@@ -170,11 +170,13 @@ def export_command(
     from undertow.train.weights import hash_tensors, write_tensors
 
     if Path(weights).suffix != ".safetensors":
-        raise CallError(f"{weights}: weights are written as .safetensors")
+        raise CallError(f"{weights}: weights are written as safetensors; give a name that ends in .safetensors")
     folder = RunFolder(Path(run))
     found = folder.read_checkpoint().weights()
     if Path(weights).exists() and Path(weights).samefile(folder.checkpoint_path):
-        raise CallError(f"{weights} is the run's own checkpoint, which the weights alone must not replace")
+        raise CallError(
+            f"{weights} is the run's own checkpoint, and the weights alone must not replace it; give another file"
+        )
     write_tensors(Path(weights), found, {"format": "pt"})
     data = {"file": weights, "tensors": len(found), "weights_sha256": hash_tensors(found)}
     print_data(data) if is_json else print(f"{weights}: {len(found)} tensors, sha256 {data['weights_sha256']}")
@@ -183,10 +185,12 @@ def export_command(
 
 def report_command(
     run: RunArgument,
-    is_html: Annotated[bool, typer.Option("--html", help="Write the run's page, report.html in its folder.")] = False,
+    is_html: Annotated[
+        bool, typer.Option("--html", help="Write the report as a page, report.html in the run's folder.")
+    ] = False,
     is_json: JsonOption = False,
 ) -> int:
-    """What a run did: its curves, its plan, predicted beside measured."""
+    """Show what a run did: its curves, its plan, predicted beside measured."""
     from undertow.cli.loading import running
     from undertow.cli.workloads import load_trained
     from undertow.train.durable import write_durably

@@ -1,4 +1,4 @@
-"""From the words of a run to what is trained: the model by its name, the data by its name, each fitted to the other."""
+"""In: the config or the folder of a run. Out: its model and its data, each fitted to the other."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def load_workload(config: TrainConfig) -> Workload:
 
 
 def _make_loaders(name: str, seed: int) -> tuple[Any, Any]:
-    module, place, attribute = resolve(name)
+    module, module_name, attribute = resolve(name)
     _seed(seed)
-    made = call(module, place, attribute, "a training and a test loader")
+    made = call(module, module_name, attribute, "a training and a test loader")
     is_pair = isinstance(made, tuple | list) and len(made) == 2
     if not is_pair or not all(hasattr(loader, "__iter__") and hasattr(loader, "__len__") for loader in made):
         raise CallError(
-            f"{attribute}() in {place} returned {describe(made)}: it must return two loaders, to train and to test, "
+            f"{attribute}() in {module_name} returned {describe(made)}: it must return a training and a test loader, "
             f"each with a length"
         )
     return made[0], made[1]
 
 
 def _wanted_shape(config: TrainConfig) -> tuple[int, ...] | None:
-    """The shape of one input of the model, where the model says it."""
+    """The shape of one input of the model; None if the model gives no example."""
     if ":" not in config.model:
         return tuple(find_in_zoo(config.model).example_inputs(1)[0].shape[1:])
-    module, place, attribute = resolve(config.model)
-    _, args, _ = make_model(module, place, attribute)
+    module, module_name, attribute = resolve(config.model)
+    _, args, _ = make_model(module, module_name, attribute)
     if args is None and callable(getattr(module, "example_inputs", None)):
         args = module.example_inputs(1)
     first = args[0] if isinstance(args, Sequence) and args else args
@@ -62,39 +62,39 @@ def _wanted_shape(config: TrainConfig) -> tuple[int, ...] | None:
 
 
 def _build(config: TrainConfig, classes: Sequence[str] | None, is_text: bool) -> torch.nn.Module:
-    """The model; one of the zoo gets as many outputs as the data names classes."""
+    """The model; a zoo model gets as many outputs as the data has classes."""
     if ":" in config.model:
-        module, place, attribute = resolve(config.model)
+        module, module_name, attribute = resolve(config.model)
         _seed(config.seed)
-        return make_model(module, place, attribute)[0]
+        return make_model(module, module_name, attribute)[0]
     build = find_in_zoo(config.model).build
     name = "vocabulary" if is_text else "num_classes"
     is_taken = name in inspect.signature(build).parameters
     if is_text and not is_taken:
-        raise CallError(f"{config.model} is no language model, and {config.data} is text: try char_gpt")
+        raise CallError(f"{config.model} is not a language model, but {config.data} is text: try char_gpt")
     _seed(config.seed)
     return build(**{name: len(classes)}) if is_taken and classes is not None else build()
 
 
 def _seed(seed: int) -> None:
-    """Seed whatever a factory may draw from, so that a resumed run gets the same model and the same data."""
+    """Seed all generators that a factory may use, so that a resumed run gets the same model and data."""
     torch.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
     random.seed(seed)
 
 
-def say_code(*names: str) -> None:
-    """Say on stderr which files were run: a run's folder named them, and the user of the folder may not know it."""
+def report_code(*names: str) -> None:
+    """Print on stderr which files were run: a run's folder names them, and its user may not know."""
     for name in names:
-        place, _, attribute = name.rpartition(":")
-        if place:
-            file = Path(place).resolve() if place.endswith(".py") else sys.modules[place].__file__
+        module_name, _, attribute = name.rpartition(":")
+        if module_name:
+            file = Path(module_name).resolve() if module_name.endswith(".py") else sys.modules[module_name].__file__
             print(f"{attribute} is from {file}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that has been trained; the model has the weights of its last checkpoint."""
+    """A trained run; the model has the weights of its last checkpoint."""
 
     config: TrainConfig
     checkpoint: Checkpoint
@@ -109,7 +109,7 @@ class Trained:
 
 
 def load_trained(run: str) -> Trained:
-    """A run's model, as it was after the last saved step."""
+    """A run's model as it was at the last checkpoint."""
     folder = RunFolder(Path(run))
     config, checkpoint = folder.read_config(), folder.read_checkpoint()
     try:
@@ -119,24 +119,24 @@ def load_trained(run: str) -> Trained:
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder.checkpoint_path} is refused: it does not say how data is read ({error})") from None
     model = _build(config, classes, preparation is not None and preparation.vocabulary is not None)
-    say_code(config.model)
+    report_code(config.model)
     load_weights(model, checkpoint.weights(), str(folder.checkpoint_path))
     return Trained(config, checkpoint, model, preparation, classes)
 
 
 def load_test_batches(trained: Trained, name: str) -> Iterable[Any]:
-    """The test data called `name`, prepared as the run's own was."""
+    """The test data called `name`, prepared as the run's own data was."""
     if ":" in name:
         loader = _make_loaders(name, trained.config.seed)[1]
-        say_code(name)
+        report_code(name)
         return loader
     if trained.preparation is None:
-        raise CallError(f"the run was trained on loaders of its own; give --data file.py:factory, not {name}")
+        raise CallError(f"the run was trained on your own loaders; give --data file.py:factory, not {name}")
     source = open_data(name, trained.preparation.shape, trained.preparation.vocabulary)
     if source.classes is not None and trained.classes is not None and source.classes != trained.classes:
         raise DataError(f"{name} has the classes {', '.join(source.classes)}; the run has {', '.join(trained.classes)}")
     if isinstance(source.test, Arrays | Images):
-        # The pixels of images count to what their format says, the numbers of an array to what the run's own did.
+        # The format of an image gives the largest value of a pixel; an array is taken to have the run's own.
         scale = trained.preparation.scale if name.endswith(".npz") else source.preparation.scale
         source.test.preparation = replace(trained.preparation, scale=scale)
     return make_test_loader(source.test, trained.config.batch)

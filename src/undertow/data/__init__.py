@@ -1,4 +1,4 @@
-"""Data to train on: files in conventional layouts as examples with targets. Imports torch and file formats only.
+"""Data to train on. In: files in conventional layouts. Out: examples with targets.
 
 Files are not trusted: sizes are checked before anything is allocated, and nothing is unpickled.
 """

@@ -1,6 +1,6 @@
 """CIFAR-10, binary version (Krizhevsky, "Learning multiple layers of features from tiny images", 2009).
 
-A record is a label byte and 3 x 32 x 32 bytes of pixels; a file is nothing but records.
+In: its folder. Out: images with labels. A file holds only records: a label byte and 3 x 32 x 32 bytes of pixels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 def is_cifar_folder(folder: Path) -> bool:
-    """Whether any of the files is there."""
+    """Whether the folder has any of the files."""
     return any((folder / name).exists() for name in (*TRAIN_FILES, TEST_FILE))
 
 
@@ -40,7 +40,9 @@ def read_records(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Images (count, 3, 32, 32) and labels of one file."""
     size = file_bytes(path)
     if size == 0 or size % RECORD_BYTES:
-        raise DataError(f"{path} has {size:,} bytes; records of CIFAR-10 have {RECORD_BYTES:,} each")
+        raise DataError(
+            f"{path} has {size:,} bytes; it must hold whole records of CIFAR-10, {RECORD_BYTES:,} bytes each"
+        )
     check_claim(str(path), size)
     records = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).reshape(-1, RECORD_BYTES)
     labels = records[:, 0].long()

@@ -1,5 +1,5 @@
-"""The data that is always there: 1,797 handwritten digits of 8 x 8 pixels, part of scikit-learn (Alpaydin & Kaynak,
-"Optical recognition of handwritten digits", UCI, 1998). Resized to the model's input; a fixed split, 80 to 20.
+"""The data that needs no files: 1,797 handwritten digits of 8 x 8 pixels, part of scikit-learn (Alpaydin & Kaynak,
+"Optical recognition of handwritten digits", UCI, 1998). They are resized to the model's input and split 80 to 20.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SCALE = 16.0  # the largest value of a pixel
 
 def open_digits(wanted: Sequence[int] | None) -> Source:
     """The digits with their labels."""
-    from sklearn.datasets import load_digits  # takes a second; only those who ask for it wait
+    from sklearn.datasets import load_digits  # this import takes a second
 
     data = load_digits()
     images = torch.from_numpy(data.images.astype("uint8")).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What every source of data becomes: examples that are fetched by index, a batch at a time, for a DataLoader."""
+"""Examples, the form that all data takes: a DataLoader fetches them by index, a batch at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from undertow.errors import DataError
 
 TEST_SHARE = 0.2
 SPLIT_SEED = 0
-HASHED_BYTES = 64 << 20  # of an array, which takes a tenth of a second
+HASHED_BYTES = 64 << 20  # of an array; hashing them takes a tenth of a second
 
 
 class Examples(Dataset[Any]):
-    """Inputs with targets. A DataLoader asks for a whole batch at once, which is then not put together again."""
+    """Inputs with targets. A DataLoader fetches a whole batch in one call and does not collate it again."""
 
     targets: torch.Tensor
 
@@ -32,7 +32,7 @@ class Examples(Dataset[Any]):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A hash by which other examples are known; of large data only a part is looked at."""
+        """A hash that differs for other examples; of large data it covers a part."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = self.__getitems__([index])
@@ -58,9 +58,9 @@ class Arrays(Examples):
 
 @dataclass(frozen=True)
 class Source:
-    """Training and test examples, and what it takes to read a new input in the same way.
+    """Training and test examples, and how a new input is prepared in the same way.
 
-    `classes` names what the targets count; None where the data does not say.
+    `classes` names what the targets count; None where the data has no names.
     """
 
     train: Examples
@@ -70,14 +70,14 @@ class Source:
 
 
 def split_fixed(num_examples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of training and test examples, 80 to 20, the same ones every time."""
+    """Indices of training and test examples, 80 to 20, the same every time."""
     order = torch.randperm(num_examples, generator=torch.Generator().manual_seed(SPLIT_SEED))
     num_test = int(num_examples * TEST_SHARE)
     return order[num_test:], order[:num_test]
 
 
 def hash_rows(*arrays: torch.Tensor) -> str:
-    """The sha256 of types, shapes and elements; of an array that is too large, of rows at equal distances."""
+    """The sha256 of types, shapes and elements. A large array is hashed in part: rows at equal distances."""
     digest = hashlib.sha256()
     for array in arrays:
         distance = max(-(-array.nbytes // HASHED_BYTES), 1)
@@ -87,8 +87,8 @@ def hash_rows(*arrays: torch.Tensor) -> str:
 
 
 def check_pair(what: str, num_inputs: int, num_targets: int) -> None:
-    """Raise DataError unless every input has its target, and there is one at all."""
+    """Raise DataError unless there are inputs and each has its target."""
     if num_inputs != num_targets:
-        raise DataError(f"{what} has {num_inputs:,} inputs and {num_targets:,} targets; there must be one for each")
+        raise DataError(f"{what} has {num_inputs:,} inputs and {num_targets:,} targets; each input needs one target")
     if num_inputs == 0:
         raise DataError(f"{what} has no examples")

@@ -31,7 +31,7 @@ PARTS = {
 
 
 def is_idx_folder(folder: Path) -> bool:
-    """Whether any of the four files is there."""
+    """Whether the folder has any of the four files."""
     return any(_find(folder, stem, dims) is not None for stem, dims in PARTS.values())
 
 
@@ -77,10 +77,10 @@ def read_idx(path: Path, num_dims: int) -> torch.Tensor:
 def _read(file: BinaryIO, path: Path, num_dims: int, size: int, is_packed: bool) -> torch.Tensor:
     header = file.read(4 + 4 * num_dims)
     if len(header) < 4 + 4 * num_dims or header[:2] != b"\0\0":
-        raise DataError(f"{path} is no idx file: it does not begin with two zero bytes and a whole header")
+        raise DataError(f"{path} is not an idx file: it does not begin with two zero bytes and a whole header")
     if (header[2], header[3]) != (UNSIGNED_BYTE, num_dims):
         raise DataError(
-            f"{path} holds elements of type {header[2]} in {header[3]} dimensions; wanted are unsigned bytes (8) "
+            f"{path} holds elements of type {header[2]} in {header[3]} dimensions; it must hold unsigned bytes (8) "
             f"in {num_dims}"
         )
     shape = struct.unpack(f">{num_dims}I", header[4:])
@@ -88,11 +88,11 @@ def _read(file: BinaryIO, path: Path, num_dims: int, size: int, is_packed: bool)
     check_claim(str(path), num_elements, size if is_packed else None)
     if not is_packed and size != len(header) + num_elements:
         raise DataError(
-            f"{path} has {size:,} bytes, and its header {list(shape)} asks for {len(header) + num_elements:,}"
+            f"{path} has {size:,} bytes, but its header {list(shape)} claims {len(header) + num_elements:,}"
         )
-    # One byte more than there should be: a gzip file says only at its end how long it is.
+    # Reads one byte more than there should be: a gzip file gives its length only at its end.
     body = file.read(num_elements + 1)
     if len(body) != num_elements:
         more = "more" if len(body) > num_elements else f"{len(body):,}"
-        raise DataError(f"{path}: the header {list(shape)} asks for {num_elements:,} bytes, and there are {more}")
+        raise DataError(f"{path}: the header {list(shape)} claims {num_elements:,} bytes, but there are {more}")
     return torch.frombuffer(bytearray(body), dtype=torch.uint8).reshape(shape) if body else torch.empty(shape)

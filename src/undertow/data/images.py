@@ -1,9 +1,9 @@
 """Images from files: a folder with a folder of images for each class, or single files.
 
-    data/train/cat/1.png  data/test/cat/9.png       with a split of its own (`test`, `val` or `valid`)
-    data/cat/1.png                                  or without one: then split 80 to 20
+    data/train/cat/1.png  data/test/cat/9.png       with its own split (`test`, `val` or `valid`)
+    data/cat/1.png                                  without one: it is then split 80 to 20
 
-Images are decoded when a batch asks for them. A file's size in pixels is checked before it is decoded.
+Images are decoded when a batch is fetched. A file's size in pixels is checked before it is decoded.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 TEST_NAMES = ("test", "val", "valid")
 MAX_PIXELS = 64 << 20
 HASHED_FILES = 256
-UNBOUNDED_MODES = ("I", "F")  # 32 bits
+UNBOUNDED_MODES = ("I", "F")  # 32 bits a pixel
 
 
 def is_image_folder(folder: Path) -> bool:
-    """Whether there is a folder with images in it, or one with such folders."""
-    return any(_class_folders(place) for place in (folder, folder / "train"))
+    """Whether the folder, or `train` in it, has folders with images."""
+    return any(_class_folders(subfolder) for subfolder in (folder, folder / "train"))
 
 
 def open_image_folder(folder: Path, wanted: Sequence[int] | None) -> Source:
-    """The images with their classes, which are the folders' names in order."""
+    """The images with their classes: the names of the folders, sorted."""
     root = folder / "train" if _class_folders(folder / "train") else folder
     own_test = next((folder / name for name in TEST_NAMES if _class_folders(folder / name)), None)
     names = _class_folders(root)
     paths, targets = _list(root, names)
     if root != folder and own_test is not None:
         if extra := set(_class_folders(own_test)) - set(names):
-            raise DataError(f"{own_test} has the classes {sorted(extra)}, which {root} has not")
+            raise DataError(f"{own_test} has the classes {sorted(extra)}, which {root} does not have")
         test_paths, test_targets = _list(own_test, names)
     else:
         train_indices, test_indices = split_fixed(len(paths))
@@ -69,7 +69,7 @@ class Images(Examples):
         return torch.cat(images), self.targets[torch.as_tensor(indices)]
 
     def fingerprint(self) -> str:
-        """Of classes, names and sizes of all files, and of what is in some, at equal distances."""
+        """A hash of classes, names and sizes of all files, and of the content of some, at equal distances."""
         digest = hashlib.sha256(hash_rows(self.targets).encode())
         for path in self.paths:
             digest.update(os.fsencode(f"{path.parent.name}/{path.name} {file_bytes(path)}\n"))
@@ -95,11 +95,11 @@ def decode_image(path: Path) -> torch.Tensor:
                 raise DataError(f"{path} claims {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
             if image.mode in UNBOUNDED_MODES:
                 raise DataError(
-                    f"{path} has pixels of mode {image.mode}, which name no largest value; save 8 or 16 bits"
+                    f"{path} has pixels of mode {image.mode}, which have no largest value; save it with 8 or 16 bits"
                 )
             is_deep = image.mode.startswith("I;16")
             is_grey = is_deep or image.mode in ("1", "L")
-            # Pillow's own conversion cuts 16 bits off at 255.
+            # Pillow's own conversion clips 16 bits at 255.
             pixels = numpy.asarray(image) >> 8 if is_deep else numpy.asarray(image.convert("L" if is_grey else "RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -118,21 +118,21 @@ def list_images(folder: Path) -> list[Path]:
 def _class_folders(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
-    return sorted(place.name for place in folder.iterdir() if place.is_dir() and list_images(place))
+    return sorted(subfolder.name for subfolder in folder.iterdir() if subfolder.is_dir() and list_images(subfolder))
 
 
 def _list(folder: Path, names: Sequence[str]) -> tuple[list[Path], torch.Tensor]:
-    found = [(path, label) for label, name in enumerate(names) for path in list_images_of(folder / name)]
+    found = [(path, label) for label, name in enumerate(names) for path in list_class_images(folder / name)]
     return [path for path, _ in found], torch.tensor([label for _, label in found], dtype=torch.int64)
 
 
-def list_images_of(folder: Path) -> list[Path]:
-    """The images of a class; none where the folder is missing."""
+def list_class_images(folder: Path) -> list[Path]:
+    """The images of a class; none if its folder is missing."""
     return list_images(folder) if folder.is_dir() else []
 
 
 def _fit(what: str, paths: Sequence[Path], wanted: Sequence[int] | None) -> Preparation:
-    """Without a wanted shape, that of the first image. Statistics come from images at equal distances."""
+    """The preparation; without a wanted shape, images get the shape of the first. A sample gives the statistics."""
     first = decode_image(paths[0])
     plain = Preparation(tuple(wanted) if wanted is not None else tuple(first.shape))
     step = max(len(paths) // SAMPLE_SIZE, 1)

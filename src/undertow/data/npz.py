@@ -1,8 +1,8 @@
 """Arrays from an .npz file: `x_train`, `y_train`, `x_test`, `y_test`, or `x` and `y`, which are split 80 to 20.
 
-An array of three dimensions is grey images, one of four is images with channels first or last, one of two is plain
-vectors. Every header is compared with the room its member of the archive takes before numpy allocates; arrays of
-Python objects, which are pickles, are refused.
+An array of three dimensions holds grey images, one of four holds images with channels first or last, one of two holds
+vectors. Every header is compared with the size of its member of the archive before numpy allocates. Arrays of Python
+objects are refused, because they are pickles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from undertow.errors import DataError
 
 SPLIT_NAMES = ("x_train", "y_train", "x_test", "y_test")
 WHOLE_NAMES = ("x", "y")
-# What zipfile (encrypted members: RuntimeError) and numpy's parser of headers (a literal of Python) raise.
+# What zipfile (RuntimeError: encrypted members) and numpy's parser of headers (a Python literal) raise.
 UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -36,7 +36,7 @@ UNREADABLE = (
     RuntimeError,
     MemoryError,
 )
-MAX_REASON = 200  # characters; numpy repeats a header that it cannot parse
+MAX_REASON = 200  # characters; numpy quotes a header that it cannot parse
 
 
 def open_npz(path: Path, wanted: Sequence[int] | None) -> Source:
@@ -51,7 +51,7 @@ def open_npz(path: Path, wanted: Sequence[int] | None) -> Source:
         y_train, y_test = (arrays["y"][indices] for indices in (train_indices, test_indices))
     else:
         raise DataError(
-            f"{path} has the arrays {', '.join(arrays) or '(none)'}; wanted are {', '.join(SPLIT_NAMES)}, or x and y"
+            f"{path} has the arrays {', '.join(arrays) or '(none)'}; it must have {', '.join(SPLIT_NAMES)}, or x and y"
         )
     check_pair(f"{path} (training)", len(x_train), len(y_train))
     check_pair(f"{path} (test)", len(x_test), len(y_test))
@@ -75,7 +75,7 @@ def read_npz(path: Path) -> dict[str, torch.Tensor]:
     for name, array in found.items():
         if array.is_complex() or not array.dim():
             raise DataError(
-                f"{path}: {name} is {array.dtype} of shape {list(array.shape)}; wanted are rows of real numbers"
+                f"{path}: {name} is {array.dtype} of shape {list(array.shape)}; it must hold rows of real numbers"
             )
         if array.is_floating_point() and not bool((finite := array.isfinite()).all()):
             index = int((~finite.reshape(len(array), -1).all(1)).nonzero()[0])
@@ -91,14 +91,14 @@ def _check_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo,
         read = numpy.lib.format.read_array_header_1_0 if version == (1, 0) else numpy.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
         if dtype.hasobject:
-            raise DataError(f"{what} holds Python objects, which are pickles; these are not read")
+            raise DataError(f"{what} holds Python objects; these are pickles and are not read")
         wanted_bytes = file.tell() + math.prod(shape) * dtype.itemsize
     if wanted_bytes != member.file_size:
-        raise DataError(f"{what} asks for {wanted_bytes:,} bytes in its header and takes {member.file_size:,}")
+        raise DataError(f"{what} claims {wanted_bytes:,} bytes in its header, but has {member.file_size:,}")
 
 
 def as_examples(array: torch.Tensor) -> torch.Tensor:
-    """Images with their channels in front, vectors as they are."""
+    """Images with their channels first; vectors unchanged."""
     if array.dim() == 3:
         return array.unsqueeze(1)
     if array.dim() == 4 and array.shape[-1] in (1, 3) and array.shape[1] not in (1, 3):
@@ -107,7 +107,7 @@ def as_examples(array: torch.Tensor) -> torch.Tensor:
 
 
 def prepare_arrays(what: str, examples: torch.Tensor, wanted: Sequence[int] | None) -> Preparation:
-    """Images are normalised and resized; other numbers are taken as they are."""
+    """The preparation of an array: images are normalised and resized, other numbers are not."""
     if examples.dim() == 4:
         return fit_images(what, examples, 255.0 if examples.dtype == torch.uint8 else 1.0, wanted)
     shape = tuple(wanted) if wanted is not None else tuple(examples.shape[1:])

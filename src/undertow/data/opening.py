@@ -1,4 +1,4 @@
-"""`open_data`: from the name of data to examples, by what is found there."""
+"""`open_data`. In: the name of data. Out: its examples. The files found there decide how they are read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from undertow.errors import DataError
 DIGITS = "digits"
 LAYOUTS = (
     "the idx files of MNIST, the .bin files of CIFAR-10, or a folder of images for each class; "
-    "a file is .npz or .txt; digits is always there"
+    "a file is .npz or .txt; digits needs no files"
 )
 
 
 def open_data(name: str, wanted: Sequence[int] | None, vocabulary: str | None = None) -> Source:
-    """The data called `name`, for a model whose inputs have the shape `wanted`; None if any will do.
+    """The data called `name`, for a model whose inputs have the shape `wanted`; None if any shape will do.
 
-    `vocabulary` is that of a language model which has one already.
+    `vocabulary` is given for a language model that already has one.
     """
     if name == DIGITS:
         return open_digits(wanted)
@@ -37,11 +37,11 @@ def open_data(name: str, wanted: Sequence[int] | None, vocabulary: str | None = 
         if path.suffix == ".txt":
             return open_text(path, wanted, vocabulary)
         raise DataError(f"{name}: a file of data ends in .npz or .txt")
-    for is_such, opener in (
+    for is_layout, open_folder in (
         (is_idx_folder, open_idx_folder),
         (is_cifar_folder, open_cifar_folder),
         (is_image_folder, open_image_folder),
     ):
-        if is_such(path):
-            return opener(path, wanted)
-    raise DataError(f"{name} holds no data that is known: a folder has {LAYOUTS}")
+        if is_layout(path):
+            return open_folder(path, wanted)
+    raise DataError(f"{name} holds no known data: give a folder with {LAYOUTS}")

@@ -1,7 +1,7 @@
-"""From stored values to what a model takes: numbers about one, in the model's number of channels and size.
+"""From stored values to a model's inputs: normalised numbers, in the model's number of channels and size.
 
-In: a batch as it is stored. Out: (x / scale - mean) / std, resized, computed in float32 and given in the model's type.
-Plain data, so that it can be kept with a run and a new input be prepared in the same way years later.
+In: a batch as it is stored. Out: (x / scale - mean) / std, resized, computed in float32 and cast to the model's type.
+A preparation is plain data, stored with a run, so that a new input can be prepared in the same way years later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from undertow.errors import DataError
 
-SAMPLE_SIZE = 1024  # examples that mean and deviation are taken from
+SAMPLE_SIZE = 1024  # examples that give mean and deviation
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -28,7 +28,7 @@ LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 
 @dataclass(frozen=True)
 class Preparation:
-    """`shape` and `dtype` are those of a prepared example. `vocabulary` is given for text: there inputs are indices."""
+    """`shape` and `dtype` describe a prepared example. Text has a `vocabulary`; its inputs are indices into it."""
 
     shape: tuple[int, ...]
     scale: float = 1.0
@@ -44,7 +44,7 @@ class Preparation:
         return self.cast(self._normalise(self.resize(stored.float() / self.scale)))
 
     def cast(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Numbers with fractions in the model's type; labels stay what they are."""
+        """Floating-point numbers in the model's type; labels unchanged."""
         return numbers.to(DTYPES[self.dtype]) if numbers.is_floating_point() else numbers
 
     def resize(self, examples: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Preparation:
         if len(self.shape) != 3 or examples.dim() != 4:
             if examples[0].numel() != math.prod(self.shape):
                 raise DataError(
-                    f"the model takes inputs of shape {list(self.shape)}, and this one has {list(examples.shape[1:])}"
+                    f"the model takes inputs of shape {list(self.shape)}, but this one has {list(examples.shape[1:])}"
                 )
             return examples.reshape(len(examples), *self.shape)
         channels, height, width = self.shape
@@ -62,7 +62,7 @@ class Preparation:
         elif examples.shape[1] == 1:
             examples = examples.expand(-1, channels, -1, -1)
         elif examples.shape[1] != channels:
-            raise DataError(f"the model takes images of {channels} channels, and this one has {examples.shape[1]}")
+            raise DataError(f"the model takes images of {channels} channels, but this one has {examples.shape[1]}")
         if examples.shape[-2:] == (height, width):
             return examples
         return functional.interpolate(examples, (height, width), mode="bilinear", align_corners=False, antialias=True)
@@ -77,18 +77,18 @@ class Preparation:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Preparation:
-        """What `to_dict` gave."""
+        """The inverse of `to_dict`."""
         lists = {name: tuple(data[name]) for name in ("shape", "mean", "std")}
         preparation = Preparation(**{**data, **lists})
         if preparation.dtype not in DTYPES:
-            raise ValueError(f"no model takes {preparation.dtype!r}")
+            raise ValueError(f"models do not take {preparation.dtype!r}")
         return preparation
 
 
 def fit_images(what: str, stored: torch.Tensor, scale: float, wanted: Sequence[int] | None) -> Preparation:
     """The preparation of images (count, channels, height, width) for a model that takes `wanted`.
 
-    Mean and deviation are those of each channel over a sample of the images, at equal distances.
+    Mean and deviation of each channel come from a sample of the images, at equal distances.
     """
     channels, *size = stored.shape[1:]
     if not stored[0].numel():
@@ -99,7 +99,7 @@ def fit_images(what: str, stored: torch.Tensor, scale: float, wanted: Sequence[i
     if len(shape) != 3 or shape[0] not in (1, channels) and channels != 1:
         raise DataError(
             f"{what}: the model takes inputs of shape {list(shape)}, and images of shape {[channels, *size]} "
-            f"cannot be made so"
+            f"cannot be converted to it"
         )
     return _measure(Preparation(shape, scale), stored, is_image=True)
 

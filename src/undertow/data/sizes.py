@@ -1,4 +1,4 @@
-"""How much a file of data may claim, checked before memory is taken for it."""
+"""Limits on the size that a file claims to have, checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_DEFLATE_RATIO = 1032
 
 
 def file_bytes(path: Path) -> int:
-    """The size of a file that has to be there."""
+    """The size of a file; raises DataError if there is none."""
     try:
         found = os.stat(path)
     except OSError as error:
@@ -25,8 +25,8 @@ def file_bytes(path: Path) -> int:
 
 
 def check_claim(what: str, claimed_bytes: int, packed_bytes: int | None = None) -> None:
-    """Raise DataError if a header claims more than can be held, or than `packed_bytes` of deflate can unpack to."""
+    """Raise DataError if a header claims more than is read, or more than `packed_bytes` of deflate can unpack to."""
     if claimed_bytes > MAX_BYTES:
         raise DataError(f"{what} claims {claimed_bytes:,} bytes; at most {MAX_BYTES:,} are read")
     if packed_bytes is not None and claimed_bytes > packed_bytes * MAX_DEFLATE_RATIO:
-        raise DataError(f"{what} claims {claimed_bytes:,} bytes, more than its {packed_bytes:,} packed ones can hold")
+        raise DataError(f"{what} claims {claimed_bytes:,} bytes, more than its {packed_bytes:,} packed bytes can hold")

@@ -1,6 +1,6 @@
 """A text file for a character language model: the first nine tenths to train on, the last to test.
 
-An example is a stretch of the text as character numbers, its target the same stretch one character later.
+An example is a stretch of the text as character numbers. Its target is the same stretch, one character later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT_LENGTH = 64
 
 
 def open_text(path: Path, wanted: Sequence[int] | None, vocabulary: str | None = None) -> Source:
-    """Stretches of the model's length; the vocabulary is that of the text unless one is given."""
+    """Stretches of the model's length; without a vocabulary, the text's characters are it."""
     text = read_text(path)
     (length,) = wanted if wanted is not None and len(wanted) == 1 else (DEFAULT_LENGTH,)
     vocabulary = vocabulary or "".join(sorted(set(text)))
@@ -41,13 +41,13 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
 
 
 def encode(text: str, vocabulary: str, what: str) -> torch.Tensor:
-    """Characters as their places in the vocabulary."""
+    """Characters as their indices in the vocabulary."""
     numbers = {character: number for number, character in enumerate(vocabulary)}
     if unknown := sorted(set(text) - set(numbers)):
         raise DataError(f"{what} has the character {unknown[0]!r}, which the model was not trained on")
@@ -55,7 +55,7 @@ def encode(text: str, vocabulary: str, what: str) -> torch.Tensor:
 
 
 class Stretches(Examples):
-    """Stretches of `length` that follow each other."""
+    """Consecutive stretches of `length` characters."""
 
     def __init__(self, tokens: torch.Tensor, length: int, vocabulary: str) -> None:
         self.tokens, self.length, self.vocabulary = tokens, length, vocabulary

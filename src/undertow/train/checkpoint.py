@@ -1,7 +1,7 @@
-"""What a run is made of between two steps, as one file: weights, optimizer, generators, place in the data, costs.
+"""The state of a run between two steps, as one file: weights, optimizer, generators, progress, costs.
 
-One file and not two, so that no crash can leave halves of different ages. It is a safetensors file; everything that is
-no tensor is JSON in its metadata. A hash over all of it tells a damaged file from a whole one.
+It is one file, so that a crash cannot leave two halves of different ages. It is a safetensors file; everything that is
+not a tensor is JSON in its metadata. A hash over all of it shows whether the file is damaged.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MODEL, OPTIMIZER, GENERATOR = "model/", "optimizer/", "generator/"
 
 
 @dataclass
-class Place:
-    """Where a run is. `batch` counts within the epoch; sums are over the epoch so far."""
+class Progress:
+    """How far a run has come. `batch` counts within the epoch; sums are over the epoch so far."""
 
     step: int = 0
     epoch: int = 0
@@ -33,7 +33,7 @@ class Place:
     last_loss: float | None = None
     best_loss: float | None = None
     num_worse_epochs: int = 0
-    test_step: int | None = None  # the step after which it was last evaluated
+    test_step: int | None = None  # the step after which the model was last evaluated
     test_loss: float | None = None
     test_accuracy: float | None = None
     predicted_peak_bytes: int | None = None
@@ -41,25 +41,25 @@ class Place:
     measured_step_s: float | None = None
     process_peak_bytes: int | None = None
     seconds: float = 0.0
-    stopped: str = ""  # why the run ended; empty while it has not
+    stopped: str = ""  # why the run ended; empty until it has
 
 
 @dataclass
 class Checkpoint:
-    """A run between two steps. `about` is what does not change: config, data, environment, shapes of a batch."""
+    """A run between two steps. `about` does not change: config, data, environment, shapes of a batch."""
 
     tensors: dict[str, torch.Tensor]
-    place: Place
+    progress: Progress
     about: dict[str, Any]
     costs: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's tensors by their own names."""
+        """The model's tensors, by their names in the model."""
         return {name.removeprefix(MODEL): tensor for name, tensor in self.tensors.items() if name.startswith(MODEL)}
 
 
 def collect_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
-    """Everything of a run that is a tensor, by name."""
+    """Every tensor of a run, by name."""
     found = {f"{MODEL}{name}": tensor for name, tensor in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items() if optimizer is not None else ():
         found |= {f"{OPTIMIZER}{index}/{name}": item for name, item in state.items() if item is not None}
@@ -68,33 +68,33 @@ def collect_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write the file; the one before stays until this one is on the disk."""
-    state = json.dumps({"place": vars(checkpoint.place), "about": checkpoint.about, "costs": checkpoint.costs})
+    """Write the file. The previous one stays until this one is on the disk."""
+    state = json.dumps({"place": vars(checkpoint.progress), "about": checkpoint.about, "costs": checkpoint.costs})
     metadata = {"format": FORMAT, "state": state, "sha256": _digest(checkpoint.tensors, state)}
     write_tensors(path, checkpoint.tensors, metadata)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read the file; raises DataError unless it is whole and a checkpoint."""
+    """Read the file; raises DataError if it is damaged or not a checkpoint."""
     tensors, metadata = read_tensors(path)
     if metadata.get("format") != FORMAT:
-        raise DataError(f"{path} is a safetensors file but no checkpoint of a run: its format is not {FORMAT!r}")
+        raise DataError(f"{path} is a safetensors file, but not a checkpoint of a run: its format is not {FORMAT!r}")
     if metadata.get("sha256") != _digest(tensors, metadata.get("state", "")):
-        raise DataError(f"{path} is damaged: its content does not have the hash it was written with")
+        raise DataError(f"{path} is damaged: its content does not match the hash it was written with")
     try:
         state = json.loads(metadata["state"])
         costs = {key: (int(duration), int(workspace)) for key, (duration, workspace) in state["costs"].items()}
-        place, about = Place(**state["place"]), dict(state["about"])
-        counts = place.step, place.epoch, place.batch, about["environment"]["num_threads"] - 1
+        progress, about = Progress(**state["place"]), dict(state["about"])
+        counts = progress.step, progress.epoch, progress.batch, about["environment"]["num_threads"] - 1
         if not all(type(count) is int and count >= 0 for count in counts):
-            raise ValueError("steps or threads are no counts")
-        return Checkpoint(tensors, place, about, costs)
+            raise ValueError("steps or threads are not counts")
+        return Checkpoint(tensors, progress, about, costs)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is refused: its state is not that of a run ({error})") from None
+        raise DataError(f"{path} is refused: it does not hold the state of a run ({error})") from None
 
 
 def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, what: str) -> None:
-    """Put weights, the optimizer's state and the generators back as they were."""
+    """Restore the weights, the optimizer's state and the generators."""
     load_weights(model, checkpoint.weights(), what)
     if optimizer is None:
         return
@@ -114,12 +114,12 @@ def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.opt
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:
-    """Give the model these weights; raises DataError naming the first that does not fit."""
-    own = model.state_dict()
-    for name in sorted(own.keys() ^ weights.keys()):
-        owner = "the model has none" if name in weights else "they are missing"
-        raise DataError(f"the weights in {what} are not this model's: {name}, {owner}")
-    for name, tensor in own.items():
+    """Load these weights into the model; raises DataError that names the first one that does not fit."""
+    expected = model.state_dict()
+    for name in sorted(expected.keys() ^ weights.keys()):
+        problem = "is not in the model" if name in weights else "is missing"
+        raise DataError(f"the weights in {what} are not this model's: {name} {problem}")
+    for name, tensor in expected.items():
         if tensor.shape != weights[name].shape or tensor.dtype != weights[name].dtype:
             raise DataError(
                 f"the weights in {what} are not this model's: {name} is {weights[name].dtype} "

@@ -1,6 +1,6 @@
-"""Everything that can be asked of a training run: one record that equals the flags and the keys of a config file.
+"""Every option of a training run, in one record. Flags and the keys of a config file have the names of its fields.
 
-Imports nothing heavy: the command line builds its options from it before PyTorch is needed.
+This module imports nothing heavy: the command line builds its options from it without loading PyTorch.
 """
 
 from __future__ import annotations
@@ -31,53 +31,58 @@ LOSSES = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
-CLASS_LOSSES = ("cross_entropy", "nll_loss")  # of labels; all others are of numbers in the shape of the outputs
+CLASS_LOSSES = (
+    "cross_entropy",
+    "nll_loss",
+)  # their targets are labels; those of the others are numbers in the shape of the outputs
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine", "step")
 NUMERICS = ("exact", "fast", "bf16")
-MAX_SEED = 2**64 - 1  # what torch's generators take
+MAX_SEED = 2**64 - 1  # the most that torch's generators accept
 
-# Where the optimizer's learning rate is not given: usual first guesses.
+# Usual first guesses, where no learning rate is given.
 DEFAULT_RATES = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
 DEFAULT_MOMENTUM = 0.9
 
-# What a resumed run may be asked differently: nothing that has happened depends on it.
+# A resumed run may change these: no step that was taken depends on them.
 CHANGEABLE = ("epochs", "max_steps", "save_every", "patience")
 
 
-def _option(default: Any, words: str, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
-    return field(default=default, metadata={"help": words, "choices": choices, "least": least})
+def _option(default: Any, text: str, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices, "least": least})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A run. Every field but `model` has a default; `metadata` holds what the command line says about it."""
+    """The options of a run. Every field but `model` has a default; its `metadata` is for the command line."""
 
     model: str = _option("", "A zoo name (vgg_small), file.py:factory or package.module:factory.")
     data: str = _option("digits", "digits, a folder, a .npz or .txt file, or file.py:factory returning two loaders.")
     loss: str = _option("cross_entropy", "A loss of torch.nn.functional.", LOSSES)
     optimizer: str = _option("sgd", "How gradients become updates.", OPTIMIZERS)
-    lr: float | None = _option(None, "Learning rate; 0.01 for sgd and 0.001 for the others unless told.", least=0)
-    momentum: float | None = _option(None, "Of sgd; 0.9 unless told.", least=0)
-    nesterov: bool = _option(False, "Nesterov's momentum, of sgd.")
-    weight_decay: float = _option(0.0, "Of weights, not of biases and norms.", least=0)
-    decay_all: bool = _option(False, "Let weight decay act on biases and norms too.")
+    lr: float | None = _option(None, "Learning rate; 0.01 for sgd and 0.001 for the others by default.", least=0)
+    momentum: float | None = _option(None, "Momentum of sgd; 0.9 by default.", least=0)
+    nesterov: bool = _option(False, "Use Nesterov's momentum, with sgd.")
+    weight_decay: float = _option(0.0, "Weight decay of weights, not of biases and norms.", least=0)
+    decay_all: bool = _option(False, "Apply weight decay to biases and norms too.")
     schedule: str = _option("constant", "How the learning rate falls over the run.", SCHEDULES)
     warmup: int = _option(0, "Steps over which the learning rate first rises.", least=0)
     epochs: int = _option(10, "Passes over the training data.", least=1)
-    max_steps: int | None = _option(None, "Stop after so many updates.", least=1)
+    max_steps: int | None = _option(None, "Stop after this many updates.", least=1)
     batch: int = _option(16, "Examples in a batch.", least=1)
     accumulate: int = _option(1, "Batches whose gradients are averaged into one update.", least=1)
     clip_norm: float | None = _option(None, "Clip all gradients together to this norm.", least=0)
-    patience: int | None = _option(None, "Stop after so many epochs without a lower test loss.", least=1)
+    patience: int | None = _option(None, "Stop after this many epochs without a lower test loss.", least=1)
     budget: str | None = _option(None, "Peak memory of a step: 50MiB, 6GiB, or bytes.")
     numerics: str = _option(
-        "exact", "exact: the bits of eager; fast: the fastest kernels, within bounds; bf16: in bfloat16.", NUMERICS
+        "exact",
+        "exact: eager's bits; fast: the fastest kernels, within error bounds; bf16: fast, in bfloat16.",
+        NUMERICS,
     )
-    allow_other_bits: bool = _option(False, "Take kernels of less memory where the fastest do not fit.")
-    seed: int = _option(0, "Of weights, data order and dropout.", least=0)
-    save_every: int | None = _option(None, "Updates between checkpoints; one per epoch is saved anyway.", least=1)
-    out: str | None = _option(None, "The run's folder; a new one under runs/ unless told.")
+    allow_other_bits: bool = _option(False, "Use kernels that take less memory where the fastest do not fit.")
+    seed: int = _option(0, "Seed of weights, data order and dropout.", least=0)
+    save_every: int | None = _option(None, "Updates between checkpoints; each epoch ends with one anyway.", least=1)
+    out: str | None = _option(None, "The run's folder; by default a new one under runs/.")
 
     @property
     def learning_rate(self) -> float:
@@ -90,7 +95,7 @@ class TrainConfig:
 
 
 def make_config(given: dict[str, Any], where: str) -> TrainConfig:
-    """A config from names and values; `where` says in messages what they come from."""
+    """A config from names and values; `where` says in messages where they come from."""
     known = {item.name: item for item in fields(TrainConfig)}
     values = {}
     for key, value in given.items():
@@ -111,12 +116,12 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """The keys and values of a TOML or YAML file."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise CallError(f"{path} is too large for a config")
+            raise CallError(f"{path} is larger than {MAX_FILE_BYTES:,} bytes, the most for a config")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise CallError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise CallError(f"{path} is no UTF-8 text") from None
+        raise CallError(f"{path} is not UTF-8 text") from None
     try:
         found = _parse_yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -136,19 +141,19 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _convert(item: Any, value: Any, where: str) -> Any:
-    """The value as the field's type; raises CallError with what is wanted."""
+    """The value in the field's type; raises CallError that says what the field takes."""
     hint = typing.get_type_hints(TrainConfig)[item.name]
     parts = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
-    kind = parts[0]
+    expected = parts[0]
     if value is None and types.NoneType in parts:
         return None
-    if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+    if expected is float and isinstance(value, int | str) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
-            value = float(value)  # YAML takes 1e-3 for a text
+            value = float(value)  # YAML reads 1e-3 as a string
     if item.name == "budget" and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise CallError(f"{where}: {item.name} must be {_say(kind)}, got {reprlib.repr(value)}")
+    if type(value) is not expected or (expected is float and not math.isfinite(value)):
+        raise CallError(f"{where}: {item.name} must be {_name_type(expected)}, got {reprlib.repr(value)}")
     choices, least = item.metadata["choices"], item.metadata["least"]
     if choices and value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
@@ -159,15 +164,15 @@ def _convert(item: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _say(kind: type) -> str:
-    return {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[kind]
+def _name_type(expected: type) -> str:
+    return {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}[expected]
 
 
 def _check_together(config: TrainConfig, where: str) -> None:
     if not config.model:
         raise CallError(f"{where}: no model is named")
     if config.optimizer != "sgd" and (config.momentum is not None or config.nesterov):
-        raise CallError(f"{where}: momentum and nesterov belong to sgd, and the optimizer is {config.optimizer}")
+        raise CallError(f"{where}: momentum and nesterov are options of sgd, but the optimizer is {config.optimizer}")
     if config.nesterov and config.momentum == 0:
         raise CallError(f"{where}: nesterov needs a momentum of more than 0")
     if config.seed > MAX_SEED:
@@ -175,20 +180,20 @@ def _check_together(config: TrainConfig, where: str) -> None:
 
 
 def check_resumed(config: TrainConfig, given: dict[str, Any], folder: Path) -> TrainConfig:
-    """The config of a run that goes on; raises CallError where it is asked for what it did not start with."""
-    asked = make_config({**config.to_dict(), **given}, "command line")
+    """The config of a resumed run; raises CallError for an option that must stay as it was."""
+    requested = make_config({**config.to_dict(), **given}, "command line")
     if given.get("out") is not None and Path(given["out"]).resolve() != folder.resolve():
-        raise CallError(f"the run in {folder} goes on in its own folder, and --out {given['out']} is another")
+        raise CallError(f"the run in {folder} goes on in its own folder, but --out is {given['out']}: leave --out out")
     for name, before in config.to_dict().items():
-        now = getattr(asked, name)
+        now = getattr(requested, name)
         if now != before and name not in (*CHANGEABLE, "out"):
             raise CallError(
-                f"the run in {folder} was started with {name} {before!r}, and is now asked for {now!r}: "
+                f"the run in {folder} was started with {name} {before!r}, but now {now!r} is given: "
                 f"leave --{name.replace('_', '-')} out, or start a new run"
             )
-    if (asked.epochs, asked.max_steps) != (config.epochs, config.max_steps) and config.schedule != "constant":
+    if (requested.epochs, requested.max_steps) != (config.epochs, config.max_steps) and config.schedule != "constant":
         raise CallError(
             f"the run in {folder} has the schedule {config.schedule}, which depends on the run's length: "
             f"leave --epochs and --max-steps out"
         )
-    return dataclasses.replace(asked, out=str(folder))
+    return dataclasses.replace(requested, out=str(folder))

@@ -1,7 +1,7 @@
 """Why a loss became infinite or not a number: the first operation that made such a value out of finite ones.
 
-The step that showed it has already updated the weights. So the run goes back to its last good checkpoint and repeats,
-which gives the same bits, up to the first step after which anything is not finite; that step then runs once more, one
+The step that showed it has already updated the weights. So the run goes back to its last good checkpoint and repeats
+its steps, with the same bits, to the first one after which anything is not finite. That step then runs once more, one
 operation at a time.
 """
 
@@ -20,15 +20,15 @@ from undertow.train.checkpoint import Checkpoint
 
 
 def explain_not_finite(run: Any, bad_step: int, what: str) -> NotFinite:
-    """The error for a run of which step `bad_step`, counted from 1, showed that `what` is not finite.
+    """The error for a run whose step `bad_step`, counted from 1, showed that `what` is not finite.
 
-    It repeats steps, and moves the run's place.
+    It repeats steps and so changes the run's progress.
     """
     good = run.folder.read_checkpoint()
     first_bad = _find_first_bad_step(run, good, bad_step)
     run.restore(good)
     groups = _groups(run)
-    while run.place.step < first_bad - 1:
+    while run.progress.step < first_bad - 1:
         run.run_batches(next(groups))
     group = next(groups)
     found = next((node for batch in group if (node := find_first_bad(run.step.walk(*batch)))), None)
@@ -39,31 +39,31 @@ def explain_not_finite(run: Any, bad_step: int, what: str) -> NotFinite:
         cause = f"{found.name} ({str(found.origin) or 'the loss'}) made the first value that is not finite"
     return NotFinite(
         f"{what} not finite: in step {first_bad} {cause}; the last good checkpoint, of step "
-        f"{good.place.step}, is kept in {run.folder.checkpoint_path}. Lower --lr, or give --clip-norm"
+        f"{good.progress.step}, is in {run.folder.checkpoint_path}. Lower --lr, or give --clip-norm"
     )
 
 
 def _find_first_bad_step(run: Any, good: Checkpoint, bad_step: int) -> int:
-    """Weights may have turned bad a step before the loss shows it."""
+    """The first step that went wrong: weights may turn bad a step before the loss shows it."""
     run.restore(good)
     for group in _groups(run):
         loss = run.run_batches(group)
         if not math.isfinite(loss) or not has_finite_weights(run.workload.model):
-            return run.place.step
+            return run.progress.step
     return bad_step
 
 
 def _groups(run: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The batches of each update from where the run is on, to the end of the epoch."""
-    batches = run.feed.batches(run.place.epoch, run.place.batch)
+    """The batches of each update, from the run's progress to the end of the epoch."""
+    batches = run.feed.batches(run.progress.epoch, run.progress.batch)
     while group := list(itertools.islice(batches, run.config.accumulate)):
         yield group
 
 
 def find_first_bad(walk: Iterable[tuple[Node, list[Any]]]) -> Node | None:
-    """The first operation that makes an infinity or a NaN of finite numbers, else the first that makes a NaN.
+    """The first operation that makes an infinity or a NaN from finite numbers, else the first that makes a NaN.
 
-    An infinity that is written down in the model, as masks are, is no accident.
+    An infinity that the model itself writes, as in a mask, is intended.
     """
     not_finite: set[Value] = set()
     not_numbers: set[Value] = set()
@@ -84,12 +84,12 @@ def _writes_infinity(node: Node) -> bool:
 
 
 def has_nan(value: Any) -> bool:
-    """Whether a tensor holds something that is no number."""
+    """Whether it is a tensor with a NaN in it."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
 
 
 def check_first_weights(model: torch.nn.Module) -> None:
-    """Raise NotFinite if a parameter is bad before it was ever updated."""
+    """Raise NotFinite if a parameter is not finite before the first update."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not are_finite([parameter.detach()]):
             raise NotFinite(f"parameter {name} holds numbers that are not finite before the first step")
@@ -101,7 +101,7 @@ def has_finite_weights(model: torch.nn.Module) -> bool:
 
 
 def are_finite(values: Iterable[Any]) -> bool:
-    """Whether every number in every tensor is one."""
+    """Whether every number in every tensor is finite."""
     return all(
         bool(value.isfinite().all())
         for value in values

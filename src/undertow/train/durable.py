@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written beside their place, brought to the disk, renamed into it."""
+"""Files that are there whole or not at all: each is written under another name, synced to the disk, and renamed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from undertow.errors import FolderError
 
 
 def write_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace the file at `path` by what `write` writes; on any failure the old one stays as it was."""
+    """Replace the file at `path` by what `write` writes. If anything fails, the old file stays as it was."""
     fresh = path.with_name(f"{path.name}.new")
     try:
         with open(fresh, "wb") as file:
@@ -24,12 +24,12 @@ def write_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             fresh.unlink()
-        kept = "; what was there before is unharmed" if path.exists() else ""
-        raise FolderError(f"{path} cannot be written: {error.strerror}{kept}") from None
+        unharmed = "; what was there before is unharmed" if path.exists() else ""
+        raise FolderError(f"{path} cannot be written: {error.strerror}{unharmed}") from None
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename is on the disk when its folder is."""
+    """Sync a folder: a rename is on the disk only after its folder is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,12 +15,12 @@ from undertow.train.config import CLASS_LOSSES
 from undertow.train.feeding import check_batch
 from undertow.train.losses import make_loss
 
-IGNORED = -100  # the label that the losses of torch.nn.functional pass over
+IGNORED = -100  # the label that the losses of torch.nn.functional skip
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over all examples; accuracy is None where outputs are no classes."""
+    """Means over all examples; accuracy is None where outputs are not classes."""
 
     loss: float
     accuracy: float | None
@@ -36,7 +36,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates one model; its forward pass is captured once for each shape of batch."""
+    """Evaluates one model. Its forward pass is captured once for each shape of a batch."""
 
     def __init__(self, model: torch.nn.Module, loss_name: str, is_sequence: bool) -> None:
         self._model, self._is_sequence = model, is_sequence
@@ -44,30 +44,30 @@ class Evaluator:
         self._planned: Any = None
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The model's outputs as it gives them in `eval()`."""
+        """The model's outputs in `eval()`."""
         with evaluating(self._model):
             if self._planned is None:
                 self._planned = plan(self._model, (inputs,))
             return self._planned(inputs)
 
     def check_targets(self, outputs: Any, targets: torch.Tensor, what: str) -> int | None:
-        """Raise DataError unless targets are as the loss wants them; the number of classes, where they are labels."""
+        """The number of classes if targets are labels; raises DataError if the loss does not take such targets."""
         if not isinstance(outputs, torch.Tensor):
-            raise CallError(f"the model returns {type(outputs).__name__}, and the loss takes one tensor")
-        place = -1 if self._is_sequence else min(1, outputs.dim() - 1)
+            raise CallError(f"the model returns {type(outputs).__name__}, but the loss takes one tensor")
+        class_dim = -1 if self._is_sequence else min(1, outputs.dim() - 1)
         shape = list(outputs.shape)
         is_label = self._loss_name in CLASS_LOSSES and not (
             targets.is_floating_point() and list(targets.shape) == shape  # probabilities
         )
         if is_label:
-            del shape[place]
+            del shape[class_dim]
         if list(targets.shape) != shape or targets.is_floating_point() == is_label:
-            kind = "whole numbers" if is_label else "floating-point numbers"
+            numbers = "whole numbers" if is_label else "floating-point numbers"
             raise DataError(
                 f"{what}: for outputs of shape {list(outputs.shape)}, {self._loss_name} takes targets of shape "
-                f"{shape}, {kind}; found {targets.dtype} of shape {list(targets.shape)}"
+                f"{shape}, {numbers}; found {targets.dtype} of shape {list(targets.shape)}"
             )
-        return outputs.shape[place] if is_label else None
+        return outputs.shape[class_dim] if is_label else None
 
     def evaluate(self, loader: Iterable[Any]) -> Evaluation:
         """Loss and accuracy over every batch."""
@@ -90,7 +90,7 @@ class Evaluator:
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """`eval()` without gradients; afterwards each module is in the mode it was in."""
+    """Sets `eval()` and disables gradients; afterwards each module gets its mode back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -102,7 +102,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def check_labels(targets: torch.Tensor, num_classes: int, what: str) -> None:
-    """Raise DataError if a label is no class of the model."""
+    """Raise DataError if a label is not a class of the model."""
     flat = targets.reshape(-1)
     wrong = (flat != IGNORED) & ((flat < 0) | (flat >= num_classes))
     if wrong.any():
@@ -114,7 +114,7 @@ def check_labels(targets: torch.Tensor, num_classes: int, what: str) -> None:
 
 
 def count_right(outputs: torch.Tensor, targets: torch.Tensor, is_sequence: bool) -> tuple[int, int] | None:
-    """How many predictions are right, of how many; None where outputs are no classes."""
+    """How many predictions are right, and of how many; None where outputs are not classes."""
     if targets.is_floating_point() or outputs.dim() != targets.dim() + 1:
         return None
     predicted = outputs.argmax(-1 if is_sequence else 1)

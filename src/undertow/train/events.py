@@ -1,9 +1,8 @@
 """TensorBoard's event files, written without TensorBoard.
 
 A file is a row of records: length (8 bytes), masked CRC of the length, payload, masked CRC of the payload (TFRecord). A
-payload is an `Event` in protobuf's wire format (tensorflow/core/util/event.proto), of which three shapes are needed:
-the version that opens a file, a scalar at a step, and the mark that a run starts again at a step, upon which
-TensorBoard forgets what it has seen of later ones.
+payload is an `Event` in protobuf's wire format (tensorflow/core/util/event.proto). Three events are written: the
+version that opens a file, a scalar at a step, and a restart at a step, which makes TensorBoard forget later steps.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import struct
 from typing import BinaryIO
 
 POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), bits reversed
-MASK_DELTA = 0xA282EAD8  # added after a rotation by 15 bits, so that a CRC of data with CRCs in it is no special case
+MASK_DELTA = 0xA282EAD8  # added after a rotation by 15 bits, so that data may contain CRCs
 FILE_VERSION = b"brain.Event:2"
 
 
@@ -44,7 +43,7 @@ class EventWriter:
         self._file = file
         self._write(_double(1, time_s) + _bytes(3, FILE_VERSION))
         if restarted_at is not None:
-            # SessionLog { status: START }: whatever was recorded from this step on is void.
+            # SessionLog { status: START }: TensorBoard drops what was recorded from this step on.
             self._write(_double(1, time_s) + _number(2, restarted_at) + _bytes(7, _number(1, 1)))
 
     def add_scalar(self, tag: str, value: float, step: int, time_s: float) -> None:
@@ -66,17 +65,17 @@ def _varint(number: int) -> bytes:
     return bytes([*parts, number])
 
 
-def _number(place: int, value: int) -> bytes:
-    return _varint(place << 3) + _varint(value)
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
 
 
-def _double(place: int, value: float) -> bytes:
-    return _varint(place << 3 | 1) + struct.pack("<d", value)
+def _double(field: int, value: float) -> bytes:
+    return _varint(field << 3 | 1) + struct.pack("<d", value)
 
 
-def _bytes(place: int, value: bytes) -> bytes:
-    return _varint(place << 3 | 2) + _varint(len(value)) + value
+def _bytes(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
 
 
-def _float(place: int, value: float) -> bytes:
-    return _varint(place << 3 | 5) + struct.pack("<f", value)
+def _float(field: int, value: float) -> bytes:
+    return _varint(field << 3 | 5) + struct.pack("<f", value)

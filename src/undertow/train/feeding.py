@@ -1,7 +1,7 @@
-"""Batches in an order that can be taken up anywhere: the order of an epoch depends on seed and epoch alone.
+"""Batches in an order that depends on the seed and the epoch alone, from any batch on.
 
-Whatever is drawn while batches are made (an order, an augmentation) comes from generators of their own, seeded for the
-epoch, and leaves the ones that the model draws from alone. Where a run is, is therefore two numbers: epoch and batch.
+All draws made for batches (an order, an augmentation) come from generators that are seeded for the epoch. The
+generators that the model draws from are left alone. So two numbers, epoch and batch, say where a run is in its data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from undertow.errors import DataError
 
 
 class EpochOrder(Sampler[list[int]]):
-    """Batches of indices: shuffled anew in every epoch; the last, incomplete one is left for another epoch."""
+    """Batches of indices, shuffled again in every epoch. The last batch is left out if it is incomplete."""
 
     def __init__(self, num_examples: int, batch: int) -> None:
         self.num_examples, self.batch = num_examples, batch
@@ -35,23 +35,23 @@ class EpochOrder(Sampler[list[int]]):
             yield order[index * self.batch : (index + 1) * self.batch]
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
 def make_train_loader(examples: Dataset[Any], batch: int) -> DataLoader[Any]:
     """Batches to train on."""
     order = EpochOrder(len(examples), batch)  # type: ignore[arg-type]
-    return DataLoader(examples, batch_sampler=order, collate_fn=_as_it_is)
+    return DataLoader(examples, batch_sampler=order, collate_fn=_unchanged)
 
 
 def make_test_loader(examples: Dataset[Any], batch: int) -> DataLoader[Any]:
     """Every example once, in order."""
-    return DataLoader(examples, batch_size=batch, collate_fn=_as_it_is)
+    return DataLoader(examples, batch_size=batch, collate_fn=_unchanged)
 
 
 class Feed:
-    """The batches of a loader, epoch by epoch, from any place on."""
+    """The batches of a loader, epoch by epoch, from any batch on."""
 
     def __init__(self, loader: Iterable[Any], seed: int) -> None:
         self.loader, self.seed = loader, seed
@@ -71,7 +71,7 @@ class Feed:
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(_derive_seed(self.seed, epoch))
         if getattr(self.loader, "persistent_workers", False):
-            # They would go on drawing where the last epoch left them, and a resumed run has not seen that epoch.
+            # Workers would draw on from where the last epoch left them, and a resumed run has not seen that epoch.
             self.loader._iterator = None  # type: ignore[attr-defined]
         with _drawing_from(states):
             iterator = iter(self.loader)
@@ -86,7 +86,7 @@ class Feed:
 
 
 def check_batch(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of a loader as inputs and targets."""
+    """Inputs and targets of a loader's batch; raises DataError if it is not a pair of tensors."""
     if not isinstance(batch, Sequence) or len(batch) != 2 or not all(isinstance(x, torch.Tensor) for x in batch):
         parts = batch if isinstance(batch, tuple | list) else [batch]
         found = ", ".join(type(part).__name__ for part in parts)
@@ -110,7 +110,7 @@ def _seed_states(seed: int, epoch: int) -> list[Any]:
     ]
 
 
-def _exchange(states: list[Any]) -> list[Any]:
+def _swap_states(states: list[Any]) -> list[Any]:
     before = [torch.get_rng_state(), numpy.random.get_state(), random.getstate()]
     torch.set_rng_state(states[0])
     numpy.random.set_state(states[1])
@@ -120,9 +120,9 @@ def _exchange(states: list[Any]) -> list[Any]:
 
 @contextmanager
 def _drawing_from(states: list[Any]) -> Iterator[None]:
-    """Let what is inside draw from generators in these states, and keep them as it leaves them."""
-    outside = _exchange(states)
+    """Draw from generators in these states while inside; the states are updated at the end."""
+    outside = _swap_states(states)
     try:
         yield
     finally:
-        states[:] = _exchange(outside)
+        states[:] = _swap_states(outside)

@@ -1,13 +1,13 @@
-"""A run's folder: what lies where in it, and reading it back.
+"""A run's folder: its files, and how they are read back.
 
-config.json               what was asked for
+config.json               the options of the run
 checkpoint.safetensors    the run after its last saved step
 metrics.jsonl             a line for each step and each evaluation
-lock                      held by the process that trains here
-events.out.tfevents.*     the same for TensorBoard
+lock                      locked by the process that trains here
+events.out.tfevents.*     the same numbers for TensorBoard
 
-Where config.json names a factory, going on with the run or loading its model runs that factory: a folder from a
-stranger is to be trusted as a script is. Nothing else in it is run.
+If config.json names a factory, resuming the run or loading its model runs that factory: trust a folder from a stranger
+as you would a script. Nothing else in it is run.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ class RunFolder:
 
     @property
     def checkpoint_path(self) -> Path:
-        """The last good checkpoint."""
+        """The path of the last good checkpoint."""
         return self.path / CHECKPOINT
 
     @property
     def metrics_path(self) -> Path:
-        """The records."""
+        """The path of the records."""
         return self.path / METRICS
 
     def check_is_free(self) -> None:
-        """Raise CallError where there is a run already."""
+        """Raise CallError if the folder already holds a run."""
         if (self.path / CONFIG).exists() or self.checkpoint_path.exists():
             raise CallError(f"{self.path} already holds a run: go on with --resume {self.path}, or give another --out")
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Make the folder, and let nobody else train in it; the kernel lets go of it however the process ends."""
+    def lock(self) -> Iterator[None]:
+        """Make the folder and lock it against other processes; the kernel unlocks it however this one ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FolderError(f"the run's folder {self.path} cannot be made: {error.strerror}") from None
         try:
-            file = open(self.path / LOCK, "w")  # noqa: SIM115  open as long as it is held
+            file = open(self.path / LOCK, "w")  # noqa: SIM115  open as long as it is locked
         except OSError as error:
             raise FolderError(f"the run's folder {self.path} cannot be written: {error.strerror}") from None
         with file:
@@ -69,13 +69,13 @@ class RunFolder:
             yield
 
     def create(self, config: TrainConfig) -> None:
-        """Begin a run here."""
+        """Start a run here: write its config."""
         self.check_is_free()
         text = json.dumps(config.to_dict(), indent=2) + "\n"
         write_durably(self.path / CONFIG, lambda file: file.write(text.encode()))
 
     def read_config(self) -> TrainConfig:
-        """What the run was asked for."""
+        """The options of the run."""
         path = self.path / CONFIG
         if not path.is_file():
             raise CallError(f"{self.path} holds no run: there is no {CONFIG} in it")
@@ -91,14 +91,14 @@ class RunFolder:
         return load_checkpoint(self.checkpoint_path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every whole line of the records."""
+        """The records, without lines that were cut off."""
         if not self.metrics_path.is_file():
             return []
         found = []
         for line in self.metrics_path.read_text(errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except (ValueError, RecursionError):  # a line that was being written when the run was killed
+            except (ValueError, RecursionError):  # the run was killed while it wrote this line
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 found.append(record)
@@ -106,7 +106,7 @@ class RunFolder:
 
 
 def new_folder(config: TrainConfig) -> Path:
-    """Where a run goes that was given no place: runs/model-data, numbered if there is one."""
+    """The folder of a run that was given none: runs/model-data, with a number if that is taken."""
     words = [Path(part.rpartition(":")[2] if ":" in part else part).stem for part in (config.model, config.data)]
     name = "-".join(words)
     path, number = Path("runs", name), 1

@@ -1,7 +1,7 @@
-"""Signals that end a run: Ctrl-C once, or SIGTERM, lets the step end, saves and stops; a second Ctrl-C stops at once.
+"""Signals that end a run. After Ctrl-C or SIGTERM the run finishes its step, saves and stops.
 
-A signal that the process was started to ignore stays ignored: shells do that with SIGINT for what they start in the
-background. SIGTERM never stops at once, since `timeout` and schedulers may send it twice in a row; SIGKILL does.
+A second Ctrl-C stops it immediately. A second SIGTERM does not, since `timeout` and schedulers may send it twice in a
+row. A signal that was ignored when the process started stays ignored: shells start background jobs that way.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ REASONS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 
 
 class Interrupts:
-    """While inside, the first signal is only remembered: `asked` says why the run should end, and is empty before."""
+    """Remembers the first signal: `reason` says why the run should end, and is empty before."""
 
     def __init__(self) -> None:
-        self.asked = ""
+        self.reason = ""
         self._process = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():  # signals are nobody else's to handle
+        if threading.current_thread() is threading.main_thread():  # other threads may not set handlers
             for number in REASONS:
-                # None: a handler that is not Python's, and could not be put back.
+                # None: the handler is not Python's and could not be restored.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._note)
         return self
@@ -39,9 +39,9 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM and os.getpid() != self._process:
-            # A process forked by a loader has nothing to save, and is waited for.
+            # A loader waits for a process that it forked, and that process has nothing to save.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
-        elif number == signal.SIGINT and self.asked:
+        elif number == signal.SIGINT and self.reason:
             raise KeyboardInterrupt
-        self.asked = self.asked or REASONS[signal.Signals(number)]
+        self.reason = self.reason or REASONS[signal.Signals(number)]

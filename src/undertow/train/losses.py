@@ -1,4 +1,4 @@
-"""The loss by its name in `torch.nn.functional`."""
+"""A loss function from its name in `torch.nn.functional`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 def make_loss(name: str, is_sequence: bool, accumulate: int = 1) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    """The loss of outputs and targets: of a language model over all positions, of an accumulated batch its share."""
+    """The loss of outputs and targets: over all positions of a sequence, divided by the batches of an accumulation."""
     function = getattr(functional, name)
 
     def loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:

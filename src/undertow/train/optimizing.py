@@ -1,6 +1,6 @@
 """From a config to the optimizer and its learning rate at each step.
 
-The rate is a function of the step alone, so a resumed run needs no schedule's state.
+The rate is a function of the step alone, so a resumed run needs no state of a schedule.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ NORMS = (
     torch.nn.RMSNorm,
     torch.nn.LocalResponseNorm,
 )
-# Where `step` divides the rate by ten, as shares of the run (He et al., CVPR 2016, for CIFAR-10: 32k and 48k of 64k).
-STEP_PLACES = (0.5, 0.75)
+# `step` divides the rate by ten at these shares of the run (He et al., CVPR 2016, for CIFAR-10: 32k and 48k of 64k).
+STEP_DROPS = (0.5, 0.75)
 
 
 def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over all parameters that are trained, those that decay and those that do not in two groups."""
+    """The optimizer of all trained parameters; those without weight decay are a group of their own."""
     groups = group_parameters(model, config.decay_all)
     if not any(groups.values()):
         raise CallError("the model has no parameter that requires a gradient: there is nothing to train")
@@ -37,12 +37,12 @@ def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.O
     if config.optimizer == "sgd":
         momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
         return torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=config.nesterov)
-    kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    return kinds[config.optimizer](parameters, lr=rate)
+    classes: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    return classes[config.optimizer](parameters, lr=rate)
 
 
 def group_parameters(model: torch.nn.Module, decay_all: bool) -> dict[bool, list[torch.nn.Parameter]]:
-    """Trained parameters by whether weight decay acts on them: not on biases and not on those of norms."""
+    """Trained parameters by whether weight decay acts on them: not on biases and not on parameters of norms."""
     groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
     seen: set[int] = set()
     for module in model.modules():
@@ -50,14 +50,14 @@ def group_parameters(model: torch.nn.Module, decay_all: bool) -> dict[bool, list
             if not parameter.requires_grad or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            # Recurrent layers have several biases, each with a suffix; a gain of any kind is a vector.
+            # Recurrent layers have several biases, each with a suffix. The gain of any norm is a vector.
             is_weight = parameter.dim() > 1 and "bias" not in name and not isinstance(module, NORMS)
             groups[decay_all or is_weight].append(parameter)
     return groups
 
 
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
-    """The rate of update `step`, counted from 0, of `num_steps`."""
+    """The rate of update `step`, counted from 0, of a run of `num_steps`."""
     if step < config.warmup:
         return config.learning_rate * (step + 1) / config.warmup
     share = min((step - config.warmup) / max(num_steps - config.warmup, 1), 1.0)
@@ -65,12 +65,12 @@ def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
         "constant": 1.0,
         "linear": 1 - share,
         "cosine": (1 + math.cos(math.pi * share)) / 2,
-        "step": 0.1 ** sum(share >= place for place in STEP_PLACES),
+        "step": 0.1 ** sum(share >= drop for drop in STEP_DROPS),
     }
     return config.learning_rate * factors[config.schedule]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """For all parameters."""
+    """Set the rate of all parameters."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -48,9 +48,9 @@ def predict(
         outputs = run_model(inputs)
         logits = outputs[:, -1] if preparation.vocabulary is not None else outputs
         if logits.dim() != 2:
-            raise DataError(f"the model gives outputs of shape {list(outputs.shape)}, which are no classes")
+            raise DataError(f"the model gives outputs of shape {list(outputs.shape)}, which are not classes")
         best = logits[0].double().softmax(0).topk(min(top, logits.shape[1]))
-        # A model of one's own may have more outputs than the data has classes.
+        # A user's model may have more outputs than the data has classes.
         known = classes or ()
         names = [known[index] if index < len(known) else str(index) for index in best.indices.tolist()]
         found.append(Prediction(name, tuple(zip(names, best.values.tolist(), strict=True))))
@@ -63,17 +63,17 @@ def read_inputs(preparation: Preparation, path: Path) -> list[tuple[str, torch.T
         raise DataError(f"there is no input {path}")
     if preparation.vocabulary is not None:
         if path.is_dir():
-            raise DataError(f"{path} is a folder; a language model goes on from one text file")
-        # A file ends with a line break that its writer hardly meant as part of the text.
+            raise DataError(f"{path} is a folder; a language model takes one text file")
+        # Editors end a file with a line break, which is hardly meant as part of the text.
         tokens = encode(read_text(path).removesuffix("\n"), preparation.vocabulary, str(path))
         if not len(tokens):
-            raise DataError(f"{path} has no text to go on from")
+            raise DataError(f"{path} has no text to continue")
         return [(str(path), tokens[-preparation.shape[0] :][None])]
     if path.suffix == ".npz":
         arrays = read_npz(path)
         name = next((name for name in ("x", "x_test") if name in arrays), None)
         if name is None:
-            raise DataError(f"{path} has the arrays {', '.join(arrays) or '(none)'}; wanted is x")
+            raise DataError(f"{path} has the arrays {', '.join(arrays) or '(none)'}; it must have x")
         return [(f"{path}[{index}]", preparation(item[None])) for index, item in enumerate(as_examples(arrays[name]))]
     paths = list_images(path) if path.is_dir() else [path]
     if not paths:
@@ -83,5 +83,5 @@ def read_inputs(preparation: Preparation, path: Path) -> list[tuple[str, torch.T
 
 def _prepare_image(preparation: Preparation, path: Path) -> torch.Tensor:
     pixels = decode_image(path)
-    # The run's data may have counted to another number than image files do: digits go to 16.
+    # Pixels of image files go to 255, but the run's data may have another largest value: digits go to 16.
     return preparation(pixels[None].float() * (preparation.scale / 255.0))

@@ -1,4 +1,4 @@
-"""How a run shows itself: a live line on a terminal, plain lines elsewhere. Everything goes to stderr."""
+"""How a run shows its progress: a live line on a terminal, plain lines elsewhere. Everything goes to stderr."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN_INTERVAL_S = 10.0
 
 @dataclass(frozen=True)
 class StepView:
-    """What is shown of a step. `examples` counts those since the display was last asked to show anything."""
+    """What is shown of a step. `num_examples` counts the examples since the last call of `show`."""
 
     step: int
     num_steps: int
@@ -38,15 +38,15 @@ class Display(ABC):
 
     @abstractmethod
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
 
     @abstractmethod
     def show(self, view: StepView) -> None:
-        """A step was done."""
+        """Show a step that was done."""
 
     @abstractmethod
     def close(self) -> None:
-        """The run is over."""
+        """End the display."""
 
 
 class Silent(Display):
@@ -86,7 +86,7 @@ class Lines(Display):
 
 
 class Live(Display):
-    """A line that is drawn over and over, with the time that is left."""
+    """A line that is drawn again at every step, with the time that is left."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -130,5 +130,5 @@ class Live(Display):
 
 
 def make_display() -> Display:
-    """What suits stderr."""
+    """The display that suits stderr."""
     return Live() if sys.stderr.isatty() else Lines(sys.stderr)

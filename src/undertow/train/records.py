@@ -1,6 +1,6 @@
 """The records of a run: JSON lines, and the same numbers as TensorBoard events.
 
-A run that goes on after a crash first drops what was recorded after the step it goes on from.
+A resumed run first drops what was recorded after the step that it resumes from.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from undertow.train.folder import RunFolder
 
 
 class Records:
-    """Open records; `flush` brings them to the file, before each checkpoint that counts on them."""
+    """Open records. `flush` writes them to the files, before each checkpoint that relies on them."""
 
     def __init__(self, folder: RunFolder, first_step: int, is_tested: bool) -> None:
-        """`is_tested`: the evaluation after `first_step` is part of the checkpoint, and will not come again."""
+        """`is_tested`: the evaluation after `first_step` is in the checkpoint and will not be repeated."""
         is_resumed = folder.metrics_path.exists()
         if is_resumed:
             last = {"train": first_step, "test": first_step if is_tested else first_step - 1}
-            kept = [
+            valid = [
                 record for record in folder.read_metrics() if record["step"] <= last.get(str(record.get("kind")), -1)
             ]
-            text = "".join(json.dumps(record) + "\n" for record in kept)
+            text = "".join(json.dumps(record) + "\n" for record in valid)
             write_durably(folder.metrics_path, lambda file: file.write(text.encode()))
         self._folder = folder
         now = time.time()
@@ -42,7 +42,7 @@ class Records:
         self._events = EventWriter(self._file, now, first_step + 1 if is_resumed else None)
 
     def add(self, step: int, kind: str, **numbers: Any) -> None:
-        """One line; `kind` is train or test. JSON has no infinity and no NaN: such a number is left out."""
+        """Add a line; `kind` is train or test. JSON has no infinity and no NaN: such a number is left out."""
         present = {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
         self._write(json.dumps({"step": step, "kind": kind, **present}) + "\n", step, kind, present)
 
@@ -54,13 +54,13 @@ class Records:
                 self._events.add_scalar(f"{kind}/{name}", value, step, now)
 
     def flush(self) -> None:
-        """Bring all lines to the files."""
+        """Write all lines to the files."""
         with self._reporting():
             self._lines.flush()
             self._file.flush()
 
     def close(self) -> None:
-        """Nothing more is recorded; what cannot be written any more has been reported by `flush`."""
+        """Close the files; `flush` has already reported what could not be written."""
         for file in (self._lines, self._file):
             with contextlib.suppress(OSError):
                 file.close()
@@ -71,5 +71,6 @@ class Records:
             yield
         except OSError as error:
             raise FolderError(
-                f"records cannot be written in {self._folder.path}: {error.strerror}; the last good checkpoint is kept"
+                f"records cannot be written in {self._folder.path}: {error.strerror}; "
+                f"the last good checkpoint is unharmed"
             ) from None

@@ -1,4 +1,4 @@
-"""The report of a run, from its folder alone: what was recorded, and the plan made again from the recorded costs."""
+"""The report of a run, from its folder alone: its records, and its plan made again from the recorded costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from undertow.report.plan_summary import plan_to_dict, print_plan
 from undertow.report.run_curves import Evaluated
 from undertow.report.run_page import RunView, render_run_page
 from undertow.runtime.measure import Measurement
-from undertow.train.checkpoint import Checkpoint, Place
+from undertow.train.checkpoint import Checkpoint, Progress
 from undertow.train.config import TrainConfig
 from undertow.train.losses import make_loss
 from undertow.train.optimizing import make_optimizer
@@ -27,7 +27,7 @@ class RunReport:
     """A run as it was after its last saved step."""
 
     config: TrainConfig
-    place: Place
+    progress: Progress
     about: dict[str, Any]
     metrics: Sequence[dict[str, Any]]
     plan: Plan
@@ -36,7 +36,7 @@ class RunReport:
         """Everything as plain data."""
         return {
             "config": self.config.to_dict(),
-            "place": vars(self.place),
+            "place": vars(self.progress),
             "environment": self.about["environment"],
             "tests": [vars(item) for item in self.tests],
             "plan": plan_to_dict(self.plan),
@@ -49,21 +49,21 @@ class RunReport:
             f"test loss {item.loss:.4f}" + ("" if item.accuracy is None else f"  accuracy {item.accuracy:.2%}")
             for item in self.tests
         ]
-        if self.place.measured_peak_bytes is not None:
-            lines.append(f"measured peak {self.place.measured_peak_bytes:,} bytes")
+        if self.progress.measured_peak_bytes is not None:
+            lines.append(f"measured peak {self.progress.measured_peak_bytes:,} bytes")
         return "\n".join([*lines, "", print_plan(self.plan)])
 
     def to_html(self) -> str:
         """One page that needs nothing else."""
-        place = self.place
+        progress = self.progress
         measured = None
-        if place.measured_peak_bytes is not None and place.measured_step_s is not None:
-            measured = Measurement(place.measured_peak_bytes, place.measured_step_s)
+        if progress.measured_peak_bytes is not None and progress.measured_step_s is not None:
+            measured = Measurement(progress.measured_peak_bytes, progress.measured_step_s)
         peak = "not measured" if measured is None else format_bytes(measured.peak_bytes)
         tiles = [
-            ("Test accuracy", "-" if place.test_accuracy is None else f"{place.test_accuracy:.2%}", ""),
-            ("Training loss", "-" if place.last_loss is None else f"{place.last_loss:.4f}", "of the last step"),
-            ("Steps", f"{place.step:,}", f"{place.epoch} epochs, {place.seconds:.0f} s"),
+            ("Test accuracy", "-" if progress.test_accuracy is None else f"{progress.test_accuracy:.2%}", ""),
+            ("Training loss", "-" if progress.last_loss is None else f"{progress.last_loss:.4f}", "of the last step"),
+            ("Steps", f"{progress.step:,}", f"{progress.epoch} epochs, {progress.seconds:.0f} s"),
             ("Measured peak", peak, "" if measured is None else f"{measured.peak_bytes:,} bytes"),
         ]
         view = RunView(
@@ -76,7 +76,7 @@ class RunReport:
             config=[(name, str(value)) for name, value in self.config.to_dict().items() if value is not None],
             environment=[(name, str(value)) for name, value in self.about["environment"].items()],
             measured=measured,
-            process_bytes=place.process_peak_bytes,
+            process_bytes=progress.process_peak_bytes,
         )
         return render_run_page(view, self.plan)
 
@@ -87,16 +87,18 @@ class RunReport:
 
     @property
     def is_within_budget(self) -> bool:
-        """Whether the measured peak kept to the budget; without one or the other there is nothing to break."""
-        measured, budget = self.place.measured_peak_bytes, self.plan.budget_bytes
+        """Whether the measured peak is within the budget; also true without a peak or a budget."""
+        measured, budget = self.progress.measured_peak_bytes, self.plan.budget_bytes
         return measured is None or budget is None or measured <= budget
 
     @property
     def verdict(self) -> str:
-        """How the run stands, in a sentence."""
-        state = self.place.stopped or "not ended"
-        kept = "" if self.plan.budget_bytes is None or self.place.measured_peak_bytes is None else ", within its budget"
-        return f"{state} after {self.place.step} steps{kept if self.is_within_budget else ', over its budget'}"
+        """The state of the run, in a sentence."""
+        state = self.progress.stopped or "not ended"
+        within = (
+            "" if self.plan.budget_bytes is None or self.progress.measured_peak_bytes is None else ", within its budget"
+        )
+        return f"{state} after {self.progress.step} steps{within if self.is_within_budget else ', over its budget'}"
 
     @property
     def tests(self) -> list[Evaluated]:
@@ -109,19 +111,19 @@ class RunReport:
 
 
 def is_loss(record: dict[str, Any]) -> bool:
-    """Whether a record is that of a training step."""
+    """Whether a record has the loss of a training step."""
     return record.get("kind") == "train" and is_number(record.get("loss"))
 
 
 def is_number(value: Any) -> bool:
-    """Whether it can be drawn and printed; what was recorded may have been written by anybody."""
+    """Whether it can be drawn and printed; anybody may have written the records."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def make_report(
     config: TrainConfig, model: torch.nn.Module, checkpoint: Checkpoint, metrics: Sequence[dict[str, Any]]
 ) -> RunReport:
-    """Plan the run's step again, for a batch of the recorded shape; runs nothing."""
+    """Plan the run's step again, for a batch of the recorded shape. No step is run."""
     if "batch" not in checkpoint.about:
         raise CallError("the run has not planned a step yet")
     inputs, targets = (
@@ -144,4 +146,4 @@ def make_report(
         allow_other_bits=config.allow_other_bits,
         costs=checkpoint.costs or "measured",
     )
-    return RunReport(config, checkpoint.place, checkpoint.about, metrics, step.plan)
+    return RunReport(config, checkpoint.progress, checkpoint.about, metrics, step.plan)

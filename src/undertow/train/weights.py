@@ -1,7 +1,7 @@
 """Tensors in safetensors files (format: 8 bytes of header length, a JSON header, the tensors' bytes).
 
-Written here, so that a file can be streamed, synced and renamed; read by the safetensors library, after the header has
-been compared with the file. Nothing is ever unpickled.
+Files are written here, so that they can be streamed, synced and renamed. The safetensors library reads them, after the
+header has been compared with the file. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PICKLE_STARTS = {b"PK\x03\x04": "a zip archive as torch.save writes it, with a p
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Any:
-    """The elements in their order, as something that can be written or hashed."""
+    """The elements in order, as a buffer that can be written or hashed."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -52,7 +52,7 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file; a tensor under two names is written twice, so that any reader finds both."""
+    """Write a safetensors file. A tensor with two names is written twice, so that any reader finds both."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():
@@ -74,11 +74,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a safetensors file and its metadata; raises DataError with the reason for a refusal."""
+    """The tensors of a safetensors file and its metadata; raises DataError that says why a file is refused."""
     _check_header(path, file_bytes(path))
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is not a dict
             return tensors, dict(file.metadata() or {})
     except (SafetensorError, OSError, ValueError) as error:
         raise DataError(f"{path} is refused: {error}") from None
@@ -88,7 +88,7 @@ def _check_header(path: Path, size: int) -> None:
     with open(path, "rb") as file:
         start = file.read(8)
         for magic, what in PICKLE_STARTS.items():
-            # A header of 128 bytes more than a multiple of 256 starts with 0x80 too, but then JSON follows.
+            # A length that is 128 more than a multiple of 256 starts with 0x80 too, but JSON follows it.
             if start.startswith(magic) and file.read(1) != b"{":
                 raise DataError(f"{path} is {what}; only safetensors are read, since a pickle can run any code")
             file.seek(8)
@@ -97,13 +97,13 @@ def _check_header(path: Path, size: int) -> None:
         (length,) = struct.unpack("<Q", start)
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise DataError(
-                f"{path} is no whole safetensors file: it asks for a header of {length:,} bytes and has {size:,} in all"
+                f"{path} is not a whole safetensors file: it claims a header of {length:,} bytes, but has {size:,}"
             )
         try:
             header = json.loads(file.read(length))
             ends = [item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"]
             wanted = 8 + length + max(ends, default=0)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-            raise DataError(f"{path} is no safetensors file: its header is not as the format wants it") from None
+            raise DataError(f"{path} is not a safetensors file: its header does not follow the format") from None
     if wanted != size:
-        raise DataError(f"{path} is truncated or overlong: its header asks for {wanted:,} bytes, it has {size:,}")
+        raise DataError(f"{path} is truncated or overlong: its header claims {wanted:,} bytes, it has {size:,}")

@@ -1,4 +1,4 @@
-"""What is trained: a model, batches to train on and to test on, and how a new input becomes one of the model's."""
+"""What is trained: a model, batches to train on and to test on, and how a new input is prepared for the model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from undertow.errors import DataError
 from undertow.train.evaluation import Evaluator, check_labels
 from undertow.train.feeding import make_test_loader, make_train_loader
 
-NUM_DIGITS = 16  # of a hash; nobody makes data to have the same one
+NUM_DIGITS = 16  # of a hash; nobody forges data to match it
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`preparation` and `classes` are None where the data's own factory made the loaders."""
+    """A model and its data. `preparation` and `classes` are None where the user's factory made the loaders."""
 
     model: torch.nn.Module
     train_loader: Iterable[Any]
@@ -30,11 +30,11 @@ class Workload:
 
     @property
     def is_sequence(self) -> bool:
-        """Whether the model predicts the next character at every place."""
+        """Whether the model predicts the next character at every position."""
         return self.preparation is not None and self.preparation.vocabulary is not None
 
     def describe(self) -> dict[str, Any]:
-        """What it takes to read a new input, and to tell whether the data is still the same, as plain data."""
+        """How new inputs are prepared, and a fingerprint that shows whether data has changed, as plain data."""
         return {
             "preparation": None if self.preparation is None else self.preparation.to_dict(),
             "classes": None if self.classes is None else list(self.classes),
@@ -43,7 +43,7 @@ class Workload:
 
 
 def make_workload(model: torch.nn.Module, source: Source, batch: int) -> Workload:
-    """A model on examples; raises DataError if there are fewer than a batch."""
+    """A model with the examples of a source; raises DataError if they are fewer than a batch."""
     if len(source.train) < batch:
         raise DataError(f"there are {len(source.train)} training examples, fewer than a batch of {batch}")
     preparation = replace(source.preparation, dtype=_find_dtype(model))
@@ -55,13 +55,13 @@ def make_workload(model: torch.nn.Module, source: Source, batch: int) -> Workloa
 
 
 def _find_dtype(model: torch.nn.Module) -> str:
-    """The type of the model's parameters; float32 where there are several, and the model has to know itself."""
+    """The type of the model's parameters; float32 if there are several, so that the model has to cast."""
     found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return next((name for name, dtype in DTYPES.items() if found == {dtype}), "float32")
 
 
 def _fingerprint(what: str, loader: Any) -> dict[str, Any]:
-    """What tells data from other data: of a factory's loaders the lengths, since more could mean to load all of it."""
+    """What shows that data has changed: lengths, and a hash. A hash of a user's loader would have to load all of it."""
     examples = getattr(loader, "dataset", None)
     if isinstance(examples, Examples):
         return {f"{what} examples": len(examples), f"{what} hash": examples.fingerprint()[:NUM_DIGITS]}
@@ -70,7 +70,7 @@ def _fingerprint(what: str, loader: Any) -> dict[str, Any]:
 
 
 def check_same_data(before: Any, now: dict[str, Any], folder: str) -> None:
-    """Raise DataError unless the data that a run began with, as `describe` gave it, is the data of now."""
+    """Raise DataError if the data has changed; `before` and `now` are what `describe` gave."""
     wanted = before.get("fingerprint") if isinstance(before, dict) else None
     if not isinstance(wanted, dict):
         raise DataError(f"the checkpoint in {folder} is refused: it does not say what data the run began with")
@@ -82,13 +82,13 @@ def check_same_data(before: Any, now: dict[str, Any], folder: str) -> None:
     ]
     if changed:
         raise DataError(
-            f"the data has changed since the run in {folder} began, and it would not end in the same weights "
+            f"the data has changed since the run in {folder} began, so it would not end in the same weights "
             f"({'; '.join(changed)}): bring the old data back, or start a new run"
         )
 
 
 def check_workload(workload: Workload, evaluator: Evaluator, batch: tuple[torch.Tensor, torch.Tensor]) -> int | None:
-    """Run the model once, and raise DataError if the targets are not for it; the number of classes, if any."""
+    """Run the model once; returns its number of classes, if any, and raises DataError if targets do not fit."""
     outputs = evaluator.predict(batch[0])
     num_classes = evaluator.check_targets(outputs, batch[1], "test data")
     for loader, what in ((workload.train_loader, "training data"), (workload.test_loader, "test data")):
