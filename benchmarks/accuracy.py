@@ -1,4 +1,4 @@
-"""Whether training by other kernels reaches the same accuracy: LeNet-5 on MNIST, exact (eager's bits) and fast.
+"""Does training with other kernels reach the same accuracy? LeNet-5 on MNIST, exact (eager's bits) and fast.
 
 DATA is the folder of the four idx files. Usage: scripts/bench accuracy DATA [--seeds 5] [--epochs 3] [--out F]
 """
@@ -20,7 +20,7 @@ SETTINGS = ["--batch", "64", "--lr", "0.02", "--momentum", "0.9", "--weight-deca
 
 
 def train(data: str, numerics: str, seed: int, epochs: int) -> dict[str, Any]:
-    """One run; the object that `undertow train --json` prints."""
+    """Train once; returns the object that `undertow train --json` prints."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "undertow", "train", "lenet5", "--data", data, "--numerics", numerics]
         words += ["--seed", str(seed), "--epochs", str(epochs), "--out", f"{folder}/run", "--json", *SETTINGS]
@@ -28,7 +28,7 @@ def train(data: str, numerics: str, seed: int, epochs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Every seed both ways, then both spreads."""
+    """Train with every seed in both numerics, then print both spreads."""
     parser = argparse.ArgumentParser()
     parser.add_argument("data")
     parser.add_argument("--seeds", type=int, default=5)

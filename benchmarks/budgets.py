@@ -2,8 +2,8 @@
 
 Peers: no checkpointing; `torch.utils.checkpoint` on every block and on every n-th; selective checkpointing that keeps
 products and convolutions; `torch.compile` with `activation_memory_budget` in steps of 0.1 (backend "aot_eager", and
-"inductor" at a few). For every peak that a peer reaches, Undertow plans a step within just that peak. A step is forward
-pass, loss and backward pass; rounds are interleaved. Each model runs in a process of its own.
+"inductor" at a few). For every peak that a peer reaches, Undertow plans a step within that peak. A step is forward
+pass, loss and backward pass; rounds are interleaved. Each model runs in its own process.
 
 Usage: scripts/bench budgets [--models vgg16,gpt2] [--rounds N] [--inductor] [--out F]
 """
@@ -194,7 +194,7 @@ class Contender:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """The model again, with the same parameters: nothing is updated here, and thirty copies would not fit."""
+    """A copy that shares the parameters: nothing is updated here, and thirty copies of them would not fit."""
     return copy.deepcopy(model, {id(item): item for item in model.parameters()})
 
 
@@ -222,7 +222,7 @@ def _checkpointed(work: Workload, every: int, is_selective: bool) -> nn.Module:
 
 
 def own_backend(name: str) -> Callable[[torch.fx.GraphModule, list[torch.Tensor]], Any]:
-    """The backend as a callable of its own: copies of a model, whose code is one, would run what was compiled first."""
+    """The backend as a new callable: copies of a model share their code, and would run what was compiled first."""
 
     def compile_graph(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Any:
         return lookup_backend(name)(graph, examples)
@@ -247,7 +247,7 @@ def _gradients(model: nn.Module, work: Workload) -> dict[str, torch.Tensor]:
 
 
 def peers(work: Workload, backends: dict[str, Sequence[float]]) -> list[Contender]:
-    """Every way PyTorch has, each on a copy of the model."""
+    """Every way of PyTorch's, each on a copy of the model."""
     expected = {name: item.clone() for name, item in _gradients(_copy(work.model), work).items()}
     found: list[Contender] = []
 
@@ -255,7 +255,7 @@ def peers(work: Workload, backends: dict[str, Sequence[float]]) -> list[Contende
         try:
             model = make()
             gradients = _gradients(model, work)
-        except Exception as error:  # a peer that cannot run the model is reported, and the others go on
+        except Exception as error:  # a peer that cannot run the model is reported
             print(f"  {name}: {type(error).__name__}: {str(error)[:100]}", flush=True)
             return
         worst = max(float((gradients[key] - item).norm() / (item.norm() + 1e-30)) for key, item in expected.items())
@@ -278,7 +278,7 @@ def peers(work: Workload, backends: dict[str, Sequence[float]]) -> list[Contende
 
 
 def undertow_steps(work: Workload, budgets: Sequence[int], numerics: str) -> list[Contender]:
-    """A step planned for each budget; budgets that cannot be met are left out, and said."""
+    """A step planned for each budget; budgets that cannot be met are printed and left out."""
     found = []
     label = "undertow" if numerics == "exact" else f"undertow {numerics}"
     for budget in sorted(set(budgets), reverse=True):
@@ -310,7 +310,7 @@ def undertow_steps(work: Workload, budgets: Sequence[int], numerics: str) -> lis
 
 
 def _best_ratio(steps: Sequence[Contender], peer: Contender) -> float | None:
-    """The time of the fastest step within the peer's peak over the peer's; None if there is no such step."""
+    """The time of the fastest step within the peer's peak, over the peer's time; None if no step is within."""
     fitting = [item for item in steps if item.peak_bytes <= peer.peak_bytes]
     best = min((statistics.median(item.times_s) for item in fitting), default=None)
     return None if best is None else best / statistics.median(peer.times_s)
@@ -336,7 +336,9 @@ def compare(name: str, num_rounds: int, backends: dict[str, Sequence[float]]) ->
     for peer in contenders[:num_peers]:
         again = measure_call(peer.run, peer.persistent).peak_bytes
         work.model.zero_grad(set_to_none=True)
-        assert abs(again / peer.peak_bytes - 1) < 0.01, f"{peer.name} ran something else than what was measured first"
+        assert abs(again / peer.peak_bytes - 1) < 0.01, (
+            f"{peer.name}: its peak changed between the first and the last round"
+        )
     rows = [item.to_dict() for item in contenders]
     beaten = []
     for peer in contenders[:num_peers]:
@@ -349,7 +351,7 @@ def compare(name: str, num_rounds: int, backends: dict[str, Sequence[float]]) ->
 
 
 def main() -> None:
-    """Compare the models named, each in a process of its own."""
+    """Compare the named models, each in its own process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,9 +1,9 @@
 """Every convolution algorithm on the layers of a network, pass by pass, beside PyTorch's own in both layouts.
 
 Times are of the convolution with bias alone: no ReLU and no mask on either side. All take turns, round by round;
-minimum and median are kept. PyTorch allocates its results, so malloc's thresholds are raised for the whole process: its
-memory is mapped already, as ours is. The machine's best product, measured in the same run, stands in the file as well.
-With --one-thread the time is the processor's own on one thread, which other jobs on the machine hardly change.
+minimum and median are reported. PyTorch allocates its results, so malloc's thresholds are raised for the whole process:
+its memory is then mapped already, as ours is. The machine's best product, measured in the same run, is in the file too.
+With --one-thread the time is processor time of one thread, which other jobs on the machine hardly change.
 
 Usage: scripts/bench convolution_layers [--network vgg16|resnet50|unet] [--batch N] [--rounds N] [--all]
        [--one-thread] [--out F]
@@ -43,11 +43,11 @@ LAYERS = {
 }  # fmt: skip
 # The slowest two are measured in one round only: they take minutes on a large layer.
 SLOW = {"plain loops", "fft"}
-MOST_WORKSPACE_BYTES = 4 * 2**30
+MAX_WORKSPACE_BYTES = 4 * 2**30
 
 
 def make_calls(shape: ConvolutionShape, algorithms: list[Algorithm]) -> dict[tuple[str, str], Callable[[], Any]]:
-    """One call per algorithm and pass; those of PyTorch under the names of the two layouts."""
+    """One call per algorithm and pass; PyTorch's calls have the names of the two layouts."""
     weight, bias = torch.randn(shape.weight_shape), torch.randn(shape.out_channels)
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
     geometry = shape.stride, shape.padding, shape.dilation
@@ -67,9 +67,9 @@ def make_calls(shape: ConvolutionShape, algorithms: list[Algorithm]) -> dict[tup
     out, ct = (torch.randn(shape.out_shape).contiguous(memory_format=torch.channels_last) for _ in range(2))
     ct_x, ct_weight, ct_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
     for algorithm in algorithms:
-        # One workspace for all three: each pass uses it from the beginning.
+        # All three passes share one workspace.
         num_bytes = max(algorithm.workspace_bytes(shape, step) for step in Pass)
-        if algorithm.refusal(shape) is not None or num_bytes > MOST_WORKSPACE_BYTES:
+        if algorithm.refusal(shape) is not None or num_bytes > MAX_WORKSPACE_BYTES:
             continue
         space = torch.empty(num_bytes, dtype=torch.uint8)
         calls[algorithm.name, "forward"] = lambda a=algorithm, s=space: a.forward(shape, x, weight, out, s, bias=bias)
@@ -115,7 +115,7 @@ def measure_layer(
 
 
 def measure_peak(clock: Callable[[], float]) -> float:
-    """GFLOP/s of the best of a few products: what this machine can do at this moment."""
+    """GFLOP/s of the best of a few products: what the machine reaches at this moment."""
     a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
     best = 0.0
     for _ in range(10):
@@ -126,7 +126,7 @@ def measure_peak(clock: Callable[[], float]) -> float:
 
 
 def print_layer(title: str, found: dict[str, Any]) -> None:
-    """One line per algorithm: minimum and median of each pass, and the best of PyTorch's two divided by it."""
+    """Print a line per algorithm: minimum and median of each pass, and the speedup over the better of PyTorch's two."""
     print(title)
     peers = [found[name] for name in ("oneDNN NHWC", "oneDNN NCHW")]
     for name, entry in found.items():
@@ -142,7 +142,7 @@ def print_layer(title: str, found: dict[str, Any]) -> None:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """All layers of the network together, as often as they occur: best peer, and the best algorithm per layer and pass.
+    """Sums over all layers, each as often as it occurs: PyTorch's two, and the best algorithm per layer and pass.
 
     The first layer's input needs no cotangent.
     """

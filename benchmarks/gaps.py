@@ -1,8 +1,8 @@
 """How far plans are from their proved bounds over the zoo, at half the memory that the step takes without a budget.
 
-Batches are such that activations, and not parameters, fill the memory. Where half cannot be reached, the least that can
-is taken, and said. The gap is (step - bound) / bound; beside it what the plan adds to the unconstrained step, and the
-share of that which the bound leaves unproved. Costs are modelled, so that the figures are the same on every machine.
+Batches are large enough that activations, and not parameters, fill the memory. Where half cannot be reached, the least
+memory is used, and the file says so. The gap is (step - bound) / bound. The file also has what the plan adds to the
+unconstrained step, and which share of that is unproved. Costs are modelled, so all machines give the same figures.
 
 Usage: scripts/bench gaps [--models vgg16,gpt] [--share 0.5] [--out F]
 """
@@ -29,7 +29,7 @@ BATCH = {
 
 
 def measure_gap(name: str, share: float) -> dict[str, Any]:
-    """One model."""
+    """Plan one model and compare the plan with its bound."""
     zoo = ZOO[name]
     torch.manual_seed(0)
     model = zoo.build()
@@ -56,7 +56,7 @@ def measure_gap(name: str, share: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All models, then the median."""
+    """Measure all models, then print the median."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(BATCH))
     parser.add_argument("--share", type=float, default=0.5)

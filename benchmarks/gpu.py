@@ -1,8 +1,8 @@
 """A fast step on a GPU beside eager, checkpointing and `torch.compile`, in bfloat16: milliseconds and peak MiB.
 
 A step is forward pass, loss and backward pass under autocast. Undertow runs without a budget, and within the peak of
-every peer. Rounds are interleaved; the peak is that of PyTorch's allocator, and of a CUDA graph all the memory it
-holds. Nothing is dropped out: PyTorch's compiled steps draw other numbers than eager.
+every peer. Rounds are interleaved. The peak is what PyTorch's allocator saw, plus all memory of a CUDA graph. Dropout
+is off: PyTorch's compiled steps draw other numbers than eager.
 
 Usage: scripts/bench gpu gpt2_small|gpt2_large|resnet50 [--rounds N] [--skip PEER,PEER] [--mib N ...] [--out F]
 """
@@ -129,7 +129,7 @@ def compare(name: str, num_rounds: int, skipped: set[str], further_mib: Sequence
     def add(label: str, make: Callable[[], Callable[[], Any]], steps: Sequence[Any] = ()) -> None:
         if label in skipped:
             return
-        torch._C._cuda_clearCublasWorkspaces()  # those of the last one's threads and streams
+        torch._C._cuda_clearCublasWorkspaces()  # left by the last contender's threads and streams
         contender = Contender(label, make(), steps=steps)
         contender.peak_mib = _peak_mib(contender.run, model)
         for step in steps:
@@ -141,7 +141,7 @@ def compare(name: str, num_rounds: int, skipped: set[str], further_mib: Sequence
 
     def release(contender: Contender) -> None:
         for step in contender.steps:
-            step.release()  # its memory is not the next one's
+            step.release()  # the next contender needs the memory
 
     def measure(contender: Contender) -> None:
         for _ in range(3):

@@ -4,8 +4,8 @@
 In: nothing. Out: benchmarks/results/hessian_cost.json, which docs/hessian-cost.md shows.
 
 The function is the loss of a network with one hidden layer, tanh(x w0 + b0) w1 + b1, in float64; its width sets the
-number of parameters. Times are medians, the two Hessians taking turns. Peak memory is the profiler's, of one further
-call each. Not measured: more than one network, and GPUs.
+number of parameters. Times are medians of interleaved calls. Peak memory is the profiler's, of one further call each.
+Other networks and GPUs are not measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from undertow.runtime.measure import measure_call
 
 RESULTS = Path(__file__).resolve().parent / "results" / "hessian_cost.json"
 NUM_EXAMPLES, NUM_FEATURES = 32, 10
-WIDTHS = (8, 25, 83, 250, 500)  # 12 parameters each, and one: 97 to 6,001
+WIDTHS = (8, 25, 83, 250, 500)  # 12 parameters per unit of width, and one more: 97 to 6,001
 NUM_REPEATS = 5
 
 
@@ -83,7 +83,7 @@ def difference(found: Any, expected: Any) -> float:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures were measured on; a load above 1 means that others were running."""
+    """What the figures were measured on; a load above 1 means that other jobs were running."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     return {
@@ -98,7 +98,7 @@ def describe_machine() -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write."""
-    # Products this small gain nothing from a second thread, and wait for it whenever its core is busy.
+    # Products this small gain nothing from a second thread, and wait whenever its core is busy.
     torch.set_num_threads(1)
     machine = describe_machine()
     rows = []

@@ -1,8 +1,8 @@
 """A zoo model as a jitted JAX function: the same operations, read off the captured forward pass.
 
-In: a model, its arguments and targets. Out: a call that runs a step (loss and gradients, with Adam where asked) or an
-evaluation, compiled by XLA for the CPU and waited for. Parameters that Adam updates are donated. Needs JAX, which no
-other part of the project does; only the operations of the workloads of `speed` are known.
+In: a model, its arguments and targets. Out: a call that runs a step (loss and gradients, with Adam if requested) or an
+evaluation, compiled by XLA for the CPU, and waits for it. Parameters that Adam updates are donated. It needs JAX, which
+no other part of the project does. It knows only the operations of the workloads of `speed`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def _convolution(x, weight, bias, stride, padding, dilation, is_transposed, outp
     sides = [(size, size) for size in padding]
     if is_transposed:
         assert groups == 1 and not any(output_padding) and set(dilation) == {1}
-        sides = [(size - 1 - less, size - 1 - less) for size, less in zip(weight.shape[2:], padding, strict=True)]
-        turned = jnp.swapaxes(weight[:, :, ::-1, ::-1], 0, 1)
-        y = jax.lax.conv_general_dilated(x, turned, (1, 1), sides, stride, None, layout)
+        sides = [(size - 1 - side, size - 1 - side) for size, side in zip(weight.shape[2:], padding, strict=True)]
+        flipped = jnp.swapaxes(weight[:, :, ::-1, ::-1], 0, 1)
+        y = jax.lax.conv_general_dilated(x, flipped, (1, 1), sides, stride, None, layout)
     else:
         y = jax.lax.conv_general_dilated(x, weight, stride, sides, None, dilation, layout, groups)
     return y if bias is None else y + bias[:, None, None]
@@ -118,7 +118,7 @@ OPERATIONS |= {
     "aten._log_softmax.default": lambda x, dim, _: jax.nn.log_softmax(x, dim),
     "aten._safe_softmax.default": lambda x, dim: jax.nn.softmax(x, dim),
     "aten._softmax.default": lambda x, dim, _: jax.nn.softmax(x, dim),
-    "aten.embedding.default": lambda table, places: table[places],
+    "aten.embedding.default": lambda table, indices: table[indices],
     "aten.arange.default": lambda end, **_: jnp.arange(end),
     "aten.ones.default": lambda shape, dtype=None, **_: jnp.ones(shape, bool if dtype is torch.bool else jnp.float32),
     "aten.tril.default": jnp.tril,
@@ -160,7 +160,9 @@ def jax_call(
         captured = capture(forward, given, {}, model)
     program, modules = captured.program, dict(model.named_modules())
     arrays = {
-        item.value: jnp.asarray(captured.tensor_behind(item, list(given), modules).detach().numpy().astype(_kind(item)))
+        item.value: jnp.asarray(
+            captured.tensor_behind(item, list(given), modules).detach().numpy().astype(_dtype(item))
+        )
         for item in program.inputs
     }
     trained = [item.value for item in program.inputs if item.kind is InputKind.PARAMETER]
@@ -204,5 +206,5 @@ def jax_call(
     return step
 
 
-def _kind(item: Any) -> Any:
+def _dtype(item: Any) -> Any:
     return numpy.int32 if not item.value.tensor_type.dtype.is_floating_point else numpy.float32

@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: machine, versions, commit, load."""
+"""What a result depends on apart from the code: machine, versions, commit, load."""
 
 from __future__ import annotations
 

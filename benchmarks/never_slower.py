@@ -1,8 +1,8 @@
 """Exact steps beside eager's over the whole zoo and nine `transformers` families: eager's time over Undertow's.
 
-Both run in one process, so eager too has the memory mapped that Undertow keeps mapped: the ratio is the one to an eager
-whose allocator is tuned, below that to one as it comes. Rounds are interleaved, in alternating order; the ratio is
-taken round by round. With `--only`, the other cases stay as they are in the file.
+Both run in one process, so the memory that Undertow keeps mapped is mapped for eager too. The ratio is therefore to an
+eager whose allocator is tuned; to eager by default it would be higher. Rounds are interleaved, in alternating order.
+The ratio is taken round by round. With `--only`, the other cases stay as they are in the file.
 
 Usage: scripts/bench never_slower [--module] [--rounds N] [--only NAME,NAME] [--out F]
 """
@@ -35,8 +35,8 @@ BATCH = {
     "gpt": 1, "char_gpt": 32, "lstm": 8,
 }  # fmt: skip
 
-# BART drops layers at random: both sides must drop the same ones, and Undertow captures a combination when it first
-# meets it, before the time is taken.
+# BART drops layers at random: both sides must drop the same ones, and Undertow must have captured each combination
+# before the time is taken.
 NUM_SEEDS = 5
 TURN_S = 0.1
 
@@ -58,7 +58,7 @@ def zoo_steps(name: str, size: str, is_module: bool) -> tuple[Callable[[], Any],
 
 
 def family_steps(name: str, is_module: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The same for a family."""
+    """The same for a `transformers` family."""
     build, kwargs = FAMILIES[name]
     model = build().train()
     if is_module:
@@ -107,7 +107,7 @@ def compare(eager: Callable[[], Any], ours: Callable[[], Any], num_rounds: int) 
 
 
 def main() -> None:
-    """Everything, the slowest first."""
+    """Compare all cases, then print the least ratio."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="")

@@ -1,4 +1,4 @@
-"""How long planning takes with a warm cost cache, and how near its plans come to the bound.
+"""How long planning takes with a warm cost cache, and how near to the bound its plans are.
 
 Usage: scripts/bench planning_time [--out F]
 """
@@ -57,7 +57,7 @@ WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Any, Any, Any]]] = {
 
 
 def plan_once(make: Callable[[], tuple[nn.Module, Any, Any, Any]]) -> dict[str, Any]:
-    """Plan twice, the second time with all costs known; half of the way from the most memory to the least."""
+    """Plan twice, the second time with all costs known, for half of the way from the most memory to the least."""
     model, args, targets, loss = make()
     step = make_step(model, len(args), loss, None, Terms())
     for _ in range(2):

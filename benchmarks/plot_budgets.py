@@ -19,9 +19,9 @@ COLOURS = {
 }  # fmt: skip
 
 
-def _kind(row: dict[str, Any]) -> str:
-    """The legend's name of a row."""
-    return next(kind for kind in reversed(COLOURS) if row["name"].startswith(kind))
+def _label(row: dict[str, Any]) -> str:
+    """The name of a row in the legend."""
+    return next(label for label in reversed(COLOURS) if row["name"].startswith(label))
 
 
 def draw(model: str, rows: list[dict[str, Any]]) -> str:
@@ -45,14 +45,14 @@ def draw(model: str, rows: list[dict[str, Any]]) -> str:
         peak, seconds = low_x + (high_x - low_x) * share / 4, low_y + (high_y - low_y) * share / 4
         parts.append(f'<text x="{x(peak):.0f}" y="{HEIGHT - 32}" text-anchor="middle">{peak:.0f} MiB</text>')
         parts.append(f'<text x="{MARGIN - 6}" y="{y(seconds):.0f}" text-anchor="end">{seconds:.2f} s</text>')
-    for kind in OWN:
-        own = sorted((row["peak_mib"], row["median_s"]) for row in rows if _kind(row) == kind)
+    for label in OWN:
+        own = sorted((row["peak_mib"], row["median_s"]) for row in rows if _label(row) == label)
         points = " ".join(f"{x(peak):.1f},{y(seconds):.1f}" for peak, seconds in own)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[kind]}" stroke-width="1.5"/>')
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[label]}" stroke-width="1.5"/>')
     for row in rows:
-        colour = COLOURS[_kind(row)]
-        place = f'cx="{x(row["peak_mib"]):.1f}" cy="{y(row["median_s"]):.1f}"'
-        parts.append(f'<circle {place} r="4" fill="{colour}"><title>{escape(row["name"])}</title></circle>')
+        colour = COLOURS[_label(row)]
+        centre = f'cx="{x(row["peak_mib"]):.1f}" cy="{y(row["median_s"]):.1f}"'
+        parts.append(f'<circle {centre} r="4" fill="{colour}"><title>{escape(row["name"])}</title></circle>')
     for index, (name, colour) in enumerate(COLOURS.items()):
         parts.append(f'<circle cx="{MARGIN + 95 * index}" cy="{HEIGHT - 12}" r="4" fill="{colour}"/>')
         parts.append(f'<text x="{MARGIN + 8 + 95 * index}" y="{HEIGHT - 8}">{name}</text>')

@@ -1,7 +1,7 @@
 """Matrix products beside each other: naive, blocked at several sizes, packed, MKL, oneDNN. Two pictures, two tables.
 
-The contenders are interleaved, the best of all rounds is taken: what is compared is how fast the loop can go, not what
-else the machine did. Usage: scripts/bench products [--rounds N] [--out F]
+The contenders are interleaved and the best of all rounds is taken: that is how fast a loop can go, whatever else the
+machine does. Usage: scripts/bench products [--rounds N] [--out F]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from undertow.kernels.product import multiply_blocked, multiply_naive
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 MATRIX_SIZES = (64, 128, 256, 512, 1024, 2048)
 SWEPT_SIZE = 1024
-# Beyond this, the naive product only costs time.
+# Beyond this size the naive product would only cost time.
 NAIVE_LIMIT = 1024
 WIDTH, HEIGHT, MARGIN = 640, 400, 56
 COLOURS = {"naive": "#d95f02", "blocked": "#1b9e77", "packed": "#e7298a", "MKL": "#444444", "oneDNN": "#7570b3"}
@@ -46,7 +46,7 @@ def contenders_of(size: int) -> dict[str, Callable[[], Any]]:
     return contenders
 
 
-# Of a step of an MLP and of GPT-2: rows, terms and columns, and which factor lies transposed.
+# Products in a step of an MLP and of GPT-2: rows, terms and columns, and which factor is transposed.
 STEP_SHAPES = {
     "MLP, y = x w^T": (256, 4096, 4096, "right"),
     "MLP, ct_x = ct w": (256, 4096, 4096, ""),
@@ -57,10 +57,10 @@ STEP_SHAPES = {
 }
 
 
-def contenders_of_step(rows: int, terms: int, columns: int, turned: str) -> dict[str, Callable[[], Any]]:
+def contenders_of_step(rows: int, terms: int, columns: int, transposed: str) -> dict[str, Callable[[], Any]]:
     """The ways that a fast step chooses from."""
-    a = torch.randn(terms, rows).t() if turned == "left" else torch.randn(rows, terms)
-    b = torch.randn(columns, terms).t() if turned == "right" else torch.randn(terms, columns)
+    a = torch.randn(terms, rows).t() if transposed == "left" else torch.randn(rows, terms)
+    b = torch.randn(columns, terms).t() if transposed == "right" else torch.randn(terms, columns)
     out = torch.empty(rows, columns)
     return {
         "MKL": lambda: torch.mm(a, b, out=out),
@@ -83,13 +83,13 @@ def measure(contenders: dict[str, Callable[[], Any]], num_flops: int, num_rounds
 
 
 def draw(title: str, unit: str, lines: dict[str, list[tuple[float, float]]]) -> str:
-    """GFLOP/s over something that doubles, both axes logarithmic."""
+    """A picture of GFLOP/s over sizes that double, both axes logarithmic."""
     points = [point for line in lines.values() for point in line]
     low_x, high_x = min(math.log2(x) for x, _ in points), max(math.log2(x) for x, _ in points)
     low_y = math.floor(math.log2(min(y for _, y in points)))
     high_y = math.ceil(math.log2(max(y for _, y in points)))
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def locate(x: float, y: float) -> tuple[float, float]:
         return (
             MARGIN + (math.log2(x) - low_x) / (high_x - low_x) * (WIDTH - 2 * MARGIN),
             HEIGHT - MARGIN - (math.log2(y) - low_y) / (high_y - low_y) * (HEIGHT - 2 * MARGIN),
@@ -102,18 +102,18 @@ def draw(title: str, unit: str, lines: dict[str, list[tuple[float, float]]]) -> 
         f'<text x="{MARGIN}" y="24" font-size="15">{escape(title)}</text>',
     ]
     for x in sorted({x for x, _ in points}):
-        parts.append(f'<text x="{place(x, 1)[0]:.0f}" y="{HEIGHT - 36}" text-anchor="middle">{x:g}</text>')
+        parts.append(f'<text x="{locate(x, 1)[0]:.0f}" y="{HEIGHT - 36}" text-anchor="middle">{x:g}</text>')
     parts.append(f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 22}" text-anchor="end">{escape(unit)}</text>')
     for power in range(low_y, high_y + 1):
         parts.append(
-            f'<text x="{MARGIN - 6}" y="{place(2**low_x, 2**power)[1]:.0f}" text-anchor="end">{2**power:g}</text>'
+            f'<text x="{MARGIN - 6}" y="{locate(2**low_x, 2**power)[1]:.0f}" text-anchor="end">{2**power:g}</text>'
         )
     for index, (name, line) in enumerate(lines.items()):
         colour = COLOURS[name.split()[0]]
-        path = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in line)
+        path = " ".join("{:.1f},{:.1f}".format(*locate(*point)) for point in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         for point in line:
-            x, y = place(*point)
+            x, y = locate(*point)
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
         parts.append(f'<circle cx="{MARGIN + 100 * index}" cy="{HEIGHT - 12}" r="4" fill="{colour}"/>')
         parts.append(f'<text x="{MARGIN + 8 + 100 * index}" y="{HEIGHT - 8}">{escape(name)}</text>')
@@ -131,8 +131,8 @@ def main() -> None:
         result["sizes"][size] = measure(contenders_of(size), 2 * size**3, options.rounds)
         print(size, result["sizes"][size], flush=True)
     result["in steps"] = {}
-    for name, (rows, terms, columns, turned) in STEP_SHAPES.items():
-        contenders = contenders_of_step(rows, terms, columns, turned)
+    for name, (rows, terms, columns, transposed) in STEP_SHAPES.items():
+        contenders = contenders_of_step(rows, terms, columns, transposed)
         result["in steps"][name] = measure(contenders, 2 * rows * terms * columns, options.rounds)
         print(name, result["in steps"][name], flush=True)
     options.out.parent.mkdir(exist_ok=True)

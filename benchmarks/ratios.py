@@ -2,7 +2,7 @@
 
 A step is forward pass, loss, backward pass and the update by SGD. Memory and time are shares of eager's step: its
 measured peak, and its time in the same interleaved run. Undertow is planned for the published share of that peak, with
-exact and with fast numerics, and exact without a limit; where the share cannot be reached, for the least that can.
+exact and with fast numerics, and exact without a limit. Where the share cannot be reached, the least memory is used.
 
 Usage: scripts/bench ratios [--models ...] [--rounds N] [--out F]
 """
@@ -46,7 +46,7 @@ def _eager(work: Workload, optimizer: torch.optim.Optimizer) -> Callable[[], Non
 
 
 def _planned(work: Workload, optimizer: torch.optim.Optimizer, budget: int, numerics: str) -> tuple[Any, bool]:
-    """A step within the budget or, if that is infeasible, the least one; and whether it is within."""
+    """A step within the budget, or the one of least memory if that is infeasible; and whether it is within."""
     settings: dict[str, Any] = {
         "targets": work.targets, "loss": work.loss, "optimizer": optimizer, "numerics": numerics
     }  # fmt: skip
@@ -57,7 +57,7 @@ def _planned(work: Workload, optimizer: torch.optim.Optimizer, budget: int, nume
 
 
 def compare(name: str, num_rounds: int) -> dict[str, Any]:
-    """One model at its published ratio, or at the least that can be reached."""
+    """One model at its published share, or at the least memory."""
     torch.manual_seed(0)
     work = WORKLOADS[name](**SIZES[name])
     optimizer = torch.optim.SGD(work.model.parameters(), lr=1e-4)
@@ -99,7 +99,7 @@ def compare(name: str, num_rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compare; models that are not asked for keep their results."""
+    """Compare; the results of models that are not named stay in the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=list(PUBLISHED))
     parser.add_argument("--rounds", type=int, default=5)

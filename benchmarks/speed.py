@@ -1,8 +1,8 @@
 """Steps and evaluations beside PyTorch in every way a user could run it, interleaved in one run.
 
-Every contestant is a process of its own, because allocators and their settings belong to a process; they take turns,
-and wait without computing in between. A ratio is taken round by round; median and quartiles are reported. Where all
-would not fit in memory, peers take turns with ours in groups.
+Every contestant has its own process, because allocators and their settings belong to a process. They take turns and
+wait idle in between. A ratio is taken round by round; median and quartiles are reported. Since all would not fit in
+memory, groups of peers take turns with ours.
 Usage: scripts/bench speed [--evaluation] [--workloads vgg16 ...] [--rounds N] [--out F]
 """
 
@@ -48,8 +48,8 @@ IN_STEPS = tuple(name for name in CONTESTANTS if "frozen" not in name)
 OWN = ("exact", "fast")
 BATCH = {"vgg16": 8, "resnet50": 8, "unet": 4, "gpt": 4, "mlp": 256}
 EVALUATION_BATCHES = {"vgg16": (1, 8), "resnet50": (1, 8), "unet": (1, 8), "gpt": (1, 8), "mlp": (1, 8, 256)}
-# Peers beside ours at a time: a process of VGG-16 at batch 8 takes up to 2.5 GB, and all together 12 GB at most.
-PEERS_AT_ONCE = 4
+# A process of VGG-16 at batch 8 takes up to 2.5 GB, and a group with ours 12 GB at most.
+PEERS_PER_GROUP = 4
 TURN_S = 0.2
 
 
@@ -105,7 +105,7 @@ def prepare(workload: str, way: str, mode: str) -> Callable[[], Any]:
             step(*args, *targets)
 
         return own_step
-    if workload == "mlp" and "channels_last" in way:  # no images: the other tuning that a user has
+    if workload == "mlp" and "channels_last" in way:  # the MLP has no images: this is the other tuning that a user has
         optimizer = torch.optim.Adam(model.parameters(), fused=True)
     run = torch.compile(model) if way.startswith("compile") else model
 
@@ -142,9 +142,9 @@ def measure_limits(workload: str, mode: str) -> tuple[float, float, float]:
 
 
 def serve(workload: str, name: str, mode: str) -> None:
-    """Run whenever a line arrives, and answer with the seconds and the page faults one run took.
+    """Run whenever a line arrives, and answer with the seconds and the page faults of one run.
 
-    Short runs are repeated: the first ones of a turn meet cold caches and the last contestant's waiting threads.
+    Short runs are repeated: the first ones of a turn meet cold caches and waiting threads of the last contestant.
     """
     run = prepare(workload, CONTESTANTS[name][0], mode)
     for _ in range(2):
@@ -162,7 +162,7 @@ def serve(workload: str, name: str, mode: str) -> None:
 
 
 class Contestant:
-    """A process that runs when told to."""
+    """A process that runs on request."""
 
     def __init__(self, workload: str, name: str, mode: str) -> None:
         environment = os.environ | CONTESTANTS[name][1] | {"KINETO_LOG_LEVEL": "99"}
@@ -193,7 +193,7 @@ class Contestant:
 
 
 def start(workload: str, mode: str, names: list[str]) -> dict[str, Contestant]:
-    """The contestants that can be had here, ready to run."""
+    """The contestants that this machine can run, ready to run."""
     contestants: dict[str, Contestant] = {}
     for name in names:
         preload = CONTESTANTS[name][1].get("LD_PRELOAD")
@@ -209,7 +209,7 @@ def start(workload: str, mode: str, names: list[str]) -> dict[str, Contestant]:
 
 
 def take_turns(contestants: dict[str, Contestant], num_rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of every contestant in every round, and page faults in the last; ends them all."""
+    """Seconds of every contestant in every round, and page faults in the last; ends all processes."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     faults: dict[str, int] = {}
     for number in range(num_rounds):
@@ -223,14 +223,14 @@ def take_turns(contestants: dict[str, Contestant], num_rounds: int) -> tuple[dic
 
 
 def compare(workload: str, mode: str, names: list[str], num_rounds: int) -> dict[str, Any]:
-    """Medians of every contestant, and the ratios of peers to ours; the best peer is the one of the least ratio."""
+    """Medians of every contestant, and ratios of peers to ours; the best peer has the least ratio."""
     own = [name for name in names if name in OWN]
     peers = [name for name in names if name not in OWN]
     seconds: dict[str, list[float]] = {}
     faults: dict[str, int] = {}
     ratios: dict[tuple[str, str], list[float]] = {}
-    for first in range(0, len(peers), PEERS_AT_ONCE):
-        group = [*peers[first : first + PEERS_AT_ONCE], *own]
+    for first in range(0, len(peers), PEERS_PER_GROUP):
+        group = [*peers[first : first + PEERS_PER_GROUP], *own]
         found, found_faults = take_turns(start(workload, mode, group), num_rounds)
         faults |= found_faults
         for name, times in found.items():
@@ -284,7 +284,7 @@ def main() -> None:
         for mode in options.modes or (evaluations if options.evaluation else ["step"]):
             names = options.contestants or list(IN_STEPS if mode == "step" else IN_EVALUATION)
             if importlib.util.find_spec("jax") is None and "jax" in names:
-                print("JAX is not installed and left out", flush=True)
+                print("JAX is not installed: it is left out", flush=True)
                 names.remove("jax")
             found = compare(workload, mode, names, options.rounds)
             results[f"{workload}, {mode}"] = found | {"machine": describe_machine()}

@@ -1,6 +1,6 @@
-"""A planned step beside eager's: time, peak memory, and what capturing and building it takes.
+"""A planned step beside eager's: time, peak memory, and the time to capture and build it.
 
-Steps of both are interleaved in one run, the order alternating, so that the machine's other load falls on both. The
+Steps of both are interleaved in one run, in alternating order, so that the machine's other load falls on both. The
 ratio is taken round by round; its median and quartiles are reported. Usage: scripts/bench spine [--rounds N] [--out F]
 """
 
@@ -42,7 +42,7 @@ WORKLOADS = {"vgg16 batch 8": vgg16, "gpt2 4 x 256": gpt2}
 
 
 def measure(name: str, num_rounds: int) -> dict[str, Any]:
-    """Everything about one workload."""
+    """Measure one workload."""
     torch.manual_seed(0)
     model, args, kwargs, loss_of = WORKLOADS[name]()
     start = time.perf_counter()

@@ -1,6 +1,6 @@
 """Lightning with a planned module inside the LightningModule: the one line is `net = ut.plan(net, ...)`.
 
-Not supported there: `torch.compile` of the module, and manual optimization with `create_graph=True`.
+Not supported: `torch.compile` of the module, and manual optimization with `create_graph=True`.
 """
 
 import lightning
@@ -27,7 +27,7 @@ class Classifier(lightning.LightningModule):
 
 
 def main(is_planned: bool = True) -> dict[str, torch.Tensor]:
-    """Train for an epoch; the weights."""
+    """Train for an epoch; returns the weights."""
     lightning.seed_everything(1, verbose=False)
     net = torch.nn.Sequential(
         torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(64, 64), torch.nn.ReLU(),

@@ -10,7 +10,7 @@ import undertow as ut
 
 
 def main() -> float:
-    """Train for an epoch on random points; the share of them that is then classified rightly."""
+    """Train for an epoch on random points; returns the share of them that is then classified correctly."""
     torch.manual_seed(0)
     points = torch.randn(2048, 2)
     labels = (points.norm(dim=1) > 1.2).long()

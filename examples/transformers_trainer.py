@@ -1,7 +1,7 @@
 """The Trainer of `transformers` with a planned model: the one line is `model = ut.plan(model, ...)`.
 
-Not supported there: `torch_compile=True`, `gradient_checkpointing=True` (the plan decides what is recomputed), and
-fp16 with a gradient scaler has not been tried.
+Not supported: `torch_compile=True` and `gradient_checkpointing=True` (the plan decides what is recomputed). Not tried:
+fp16 with a gradient scaler.
 """
 
 import tempfile
@@ -13,7 +13,7 @@ import undertow as ut
 
 
 def main(is_planned: bool = True) -> dict[str, torch.Tensor]:
-    """Train a small GPT-2 for an epoch; its weights."""
+    """Train a small GPT-2 for an epoch; returns its weights."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=32)
     model = transformers.GPT2LMHeadModel(config)
