@@ -31,10 +31,7 @@ LOSSES = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
-CLASS_LOSSES = (
-    "cross_entropy",
-    "nll_loss",
-)  # their targets are labels; those of the others are numbers in the shape of the outputs
+CLASS_LOSSES = ("cross_entropy", "nll_loss")  # of labels; the others take numbers in the shape of the outputs
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine", "step")
 NUMERICS = ("exact", "fast", "bf16")
