@@ -1,11 +1,12 @@
-"""Simulated annealing over schedules, for Numba: the loop that draws moves and accepts or takes them back.
+"""Simulated annealing over schedules, for Numba: the loop that draws moves, and accepts them or takes them back.
 
-In: a `Sequence`, numbers of moves, temperatures. Out: the fastest schedule met whose peak fits the budget.
+In: a schedule under edit (see `sequence`), a number of moves, temperatures. Out: the fastest schedule met whose peak
+fits the budget.
 
-The cost is time + price * summed excess over the budget. The price follows the search: it rises while the schedule
-does not fit and falls while it does, so that the search walks along the border of the feasible schedules from both
-sides (strategic oscillation). Starting from a low price, the first drops are those that free most excess per
-time: annealing then begins with what a greedy construction would give.
+The cost is time + price * summed excess over the budget. The price rises while the schedule does not fit and falls
+while it does, so the search walks along the border of the feasible schedules from both sides (strategic oscillation).
+The price starts low, so the first runs to be repeated are those that free most excess per time: annealing begins with
+what a greedy construction would give.
 
 Deterministic for a given seed: nothing here looks at a clock.
 """
@@ -20,7 +21,7 @@ from undertow.planner.sequence import commit, roll_back, write_schedule
 from undertow.planner.state import EXCESS, TIME
 
 WINDOW = 100  # moves between two adjustments of the price
-# Indices into the `record` of a search, which lives across calls.
+# Indices into the `record` of a search, which lasts across calls.
 PRICE, BEST_TIME, BEST_RUNS = range(3)
 NUM_RECORDS = 3
 
@@ -40,7 +41,7 @@ def anneal(state, best, record, weights, num_moves, hot, cold, price_step, goal_
     for number in range(num_moves):
         temperature *= cooling
         time, excess, price = state[TIME], state[EXCESS], record[PRICE]
-        # The change that will be accepted is drawn first: moves give up early when they cannot stay below it.
+        # The largest change to accept is drawn first: a move that cannot stay below it gives up early.
         threshold = -temperature * math.log(draw_unit(state))
         choice = draw(state, weights[3])
         if choice < weights[0]:

@@ -1,26 +1,26 @@
 """Proved lower bounds: on the peak of any schedule, and on the time of any schedule that fits a budget.
 
-In: an instance, an order mode, a budget. Out: `Bound`: a number, the order modes it holds for, and the sentence that
+In: an instance, an order mode, a budget. Out: `Bound`: a number, the order mode it holds for, and the sentence that
 proves it. Every bound for free order holds for fixed order too.
 
-*Necessity.* A value that is not initial needs the kinds that each of its writers is or needs; a kind needs what its
-reads need. Kinds the targets need are *required*; `m` is necessarily before `k` when `k` needs `m`.
+*Necessity.* A value that is not initial needs a kind when each of its writers is that kind or needs it. A kind needs
+what its reads need. Kinds that the targets need are *required*. `m` is necessarily before `k` when `k` needs `m`.
 
-*Peak.* When a required kind runs for the first time, the values it reads and writes, its workspace and every value that
-cannot be made again although a later required kind reads it are held together.
+*Peak.* When a required kind runs for the first time, these are alive together: the values it reads and writes, its
+workspace, and every value that cannot be made again and that a later required kind reads.
 
 *Time.* Choose moments: the first runs of required kinds m_1, ..., m_T whose order is known (fixed order: any; free
-order: each necessarily before the next). They cut every schedule into stages 0..T. With run[j,k] = 1 when kind k runs
-in stage j, hold[j,v] = 1 when value v is held, and not written, at moment j, and from[j,k] = 1 when k runs in stage j
-or later, every schedule satisfies the constraints built below, each with its sentence. The linear relaxation is solved
-by HiGHS; what is reported is not its objective but the weak-duality value of its multipliers y >= 0, clipped and summed
-again here: for  min c.x, A.x <= b, 0 <= x <= 1  it is
--b.y + sum(min(0, c + A'.y)), a bound for every y, so that a wrong answer of the solver could only weaken it.
+order: each necessarily before the next). They cut every schedule into stages 0..T. Let run[j,k] = 1 when kind k runs
+in stage j, alive[j,v] = 1 when value v is alive, and not written, at moment j, and from[j,k] = 1 when k runs in stage j
+or later. Every schedule then satisfies the constraints built below, each with its sentence. HiGHS solves the linear
+relaxation. What is reported is not its objective but the weak-duality value of its multipliers y >= 0, clipped and
+summed again here. For  min c.x, A.x <= b, 0 <= x <= 1  it is
+-b.y + sum(min(0, c + A'.y)), a bound for every y, so a wrong answer of the solver can only weaken it.
 
-This is the linear relaxation of Checkmate (Jain et al., MLSys 2020) with a few stages instead of one per operation;
-stages are where the number of variables would be quadratic.
+This is the linear relaxation of Checkmate (Jain et al., MLSys 2020) with a few stages. With one per operation the
+number of variables is quadratic.
 
-Does not: use that a destroyed value is gone, or bytes between two moments.
+Does not use that a destroyed value is gone, nor the bytes between two moments.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ import numpy as np
 
 from undertow.planner.instance import Instance, replay
 
-with warnings.catch_warnings():  # SciPy adds filters of its own when it is imported; the user's stay as they are
+with warnings.catch_warnings():  # SciPy's import adds filters; the user's stay as they are
     from scipy.optimize import linprog
     from scipy.sparse import csr_array
 
-# Relaxations with one moment, then more: each costs several times the one before, so the next is tried only while the
-# last one said more than "every required kind runs once" and kinds and values times moments stay below the limit.
+# Relaxations with one moment, then more. Each costs several times the one before. So the next is tried only while the
+# last one said more than "every required kind runs once", and kinds and values times moments stay below the limit.
 MOMENT_COUNTS = (1, 6, 24)
 MAXIMUM_STAGE_ITEMS = {True: 26_000, False: 12_000}  # by is_fixed_order; HiGHS then needs 5 s at most
 
@@ -70,7 +70,7 @@ class Necessity:
                 self.needed_by[other].append(kind)
         roots = [kind for value in instance.targets.tolist() for kind in self.needs_of_value[value]]
         self.required = self._reach(roots, self.needs.__getitem__)
-        # A value that comes about once only: it must be held from its making to its last necessary read.
+        # A value that is made only once must stay alive until its last necessary read.
         initial = set(instance.initial.tolist())
         self.is_unique = [
             len(row) + (value in initial) <= 1 and not any(instance.can_repeat[kind] for kind in row)
@@ -81,21 +81,23 @@ class Necessity:
         """For each kind, kinds without which it cannot run; what those need is left out.
 
         must[v] = intersection over the writers w of v of ({w} + union over the reads r of w of must[r]), the largest
-        solution: whichever way a value is made for the first time, these have run. As of dominators in a flow graph.
+        solution. However a value is made for the first time, these have run: they are dominators, as in a flow graph.
         """
         instance = self.instance
         base = instance.order.tolist()
         order = base + sorted(set(range(instance.num_kinds)) - set(base))
-        place_of = {kind: place for place, kind in enumerate(order)}
-        everything = (1 << (instance.num_kinds + 1)) - 1  # one more than there are: what nothing can make
+        position_of = {kind: position for position, kind in enumerate(order)}
+        everything = (
+            1 << (instance.num_kinds + 1)
+        ) - 1  # with one bit more than there are kinds: what nothing can make
         initial = set(instance.initial.tolist())
         must = [0 if value in initial else everything for value in range(instance.num_values)]
-        must_run = [everything] * instance.num_kinds  # what has run when the kind has
+        must_run = [everything] * instance.num_kinds  # what has run once the kind has run
         has_changed = True
         while has_changed:
             has_changed = False
             for kind in order:
-                found = 1 << place_of[kind]
+                found = 1 << position_of[kind]
                 for value in self.reads[kind]:
                     found |= must[value]
                 if found == must_run[kind]:
@@ -142,31 +144,31 @@ class Necessity:
 
 
 def _own_bytes(instance: Instance, kind: int, reuse: int) -> int:
-    """Bytes held at a run beside what it does not touch, without the values it reads."""
+    """The fixed bytes, what a run of the kind writes, and its workspace, less what it reuses."""
     written = int(instance.size_bytes[instance.writes.row(kind)].sum())
     return instance.fixed_bytes + written + int(instance.workspace_bytes[kind]) - reuse
 
 
 def lower_bound_peak(instance: Instance, is_fixed_order: bool) -> Bound:
-    """Bytes that every valid schedule holds at some run."""
+    """Bytes that are alive at some run of every valid schedule."""
     necessity = Necessity(instance)
     reuse = instance.reuse_bytes()
-    # Whatever the targets need is in the base order, each kind behind those it needs.
+    # Everything the targets need is in the base order, each kind after the kinds it needs.
     required = [kind for kind in instance.order.tolist() if kind in necessity.required]
-    held_before, read_after = _unique_values_around(instance, necessity, required, is_fixed_order)
+    made_before, read_after = _unique_values_around(instance, necessity, required, is_fixed_order)
     best, best_kind = instance.fixed_bytes, -1
     for kind in required:
-        held = _members(held_before[kind] & read_after[kind], instance.num_values)
-        held[necessity.reads[kind]] = True
-        held[necessity.writes[kind]] = False
-        total = _own_bytes(instance, kind, int(reuse[kind])) + int(instance.size_bytes[held].sum())
+        alive = _members(made_before[kind] & read_after[kind], instance.num_values)
+        alive[necessity.reads[kind]] = True
+        alive[necessity.writes[kind]] = False
+        total = _own_bytes(instance, kind, int(reuse[kind])) + int(instance.size_bytes[alive].sum())
         if total > best:
             best, best_kind = total, kind
     proof = (
         f"When kind {best_kind} runs for the first time, as it must, what it reads and writes, its workspace and the "
-        "values that cannot be made again before their later reads are held together."
+        "values that cannot be made again before their later reads are alive together."
         if best_kind >= 0
-        else "The fixed bytes are always held."
+        else "The fixed bytes are always there."
     )
     return Bound(best, "fixed" if is_fixed_order else "free", proof)
 
@@ -174,9 +176,9 @@ def lower_bound_peak(instance: Instance, is_fixed_order: bool) -> Bound:
 def _unique_values_around(
     instance: Instance, necessity: Necessity, required: list[int], is_fixed_order: bool
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """For each required kind, values made once only: those surely made before its first run, those surely read after.
+    """For each required kind, values made only once: those surely made before its first run, those surely read after.
 
-    Sets of values are whole numbers, value v at bit v: unions over thousands of kinds are then fast.
+    A set of values is a whole number, value v at bit v, so that unions over thousands of kinds are fast.
     """
     unique = 0
     for value, is_unique in enumerate(necessity.is_unique):
@@ -224,7 +226,7 @@ def lower_bound_time(instance: Instance, budget_bytes: int, is_fixed_order: bool
     )
     if necessity.has_choice():
         amount = _Relaxation(instance, necessity, (), is_fixed_order).solve(budget_bytes)
-        proof = "Every required kind runs at least once, and for other values that are needed a writer does."
+        proof = "Every required kind runs at least once, and so does a writer of every other value that is needed."
         simple = Bound(max(amount, simple.amount), "free", proof)
     best = simple
     for count in MOMENT_COUNTS:
@@ -237,8 +239,8 @@ def lower_bound_time(instance: Instance, budget_bytes: int, is_fixed_order: bool
         amount = _Relaxation(instance, necessity, moments, is_fixed_order).solve(budget_bytes)
         if amount > best.amount:
             proof = (
-                f"At the first runs of the kinds {moments} what is held fits the budget; what later runs need and is "
-                "not held must run again in between. The dual of the linear relaxation of this gives the number."
+                f"At the first runs of the kinds {moments}, what is alive fits the budget. What later runs need and is "
+                "not alive must run again in between. The dual of the linear relaxation of this gives the number."
             )
             best = Bound(amount, "fixed" if is_fixed_order else "free", proof)
         if len(moments) < count:
@@ -252,38 +254,38 @@ def _moments(
     """Required kinds in a known order, spread over the part of the base order that exceeds the budget."""
     base = instance.order.tolist()
     profile = replay(instance, base).run_bytes
-    usable = [place for place, kind in enumerate(base) if kind in necessity.required]
+    usable = [position for position, kind in enumerate(base) if kind in necessity.required]
     if not is_fixed_order:
-        usable = _heaviest_chain(base, necessity, np.maximum(profile - int(0.8 * budget_bytes), 1))
-    over = [place for place in usable if profile[place] > budget_bytes]
+        usable = _heaviest_path(base, necessity, np.maximum(profile - int(0.8 * budget_bytes), 1))
+    over = [position for position in usable if profile[position] > budget_bytes]
     if not over:
         return []
-    # The largest of each of `count` equal parts, so that moments are both high and spread.
+    # The largest of each of `count` equal parts: moments are then both high and spread out.
     parts = np.array_split(np.array(over), min(count, len(over)))
     return [base[int(part[np.argmax(profile[part])])] for part in parts]
 
 
-def _heaviest_chain(base: list[int], necessity: Necessity, weights: np.ndarray) -> list[int]:
-    """Places in the base order of kinds each necessarily before the next, of the largest total weight."""
-    place_of = {kind: place for place, kind in enumerate(base)}
+def _heaviest_path(base: list[int], necessity: Necessity, weights: np.ndarray) -> list[int]:
+    """Positions in the base order of kinds, each necessarily before the next, with the largest total weight."""
+    position_of = {kind: position for position, kind in enumerate(base)}
     total: dict[int, int] = {}
     previous: dict[int, int] = {}
-    for place, kind in enumerate(base):
+    for position, kind in enumerate(base):
         if kind not in necessity.required:
             continue
         best, source = 0, -1
         for other in necessity.needs[kind]:
-            if other in total and place_of[other] < place and total[other] > best:
+            if other in total and position_of[other] < position and total[other] > best:
                 best, source = total[other], other
-        total[kind], previous[kind] = best + int(weights[place]), source
+        total[kind], previous[kind] = best + int(weights[position]), source
     if not total:
         return []
-    kind = max(total, key=lambda other: (total[other], -place_of[other]))
-    chain = []
+    kind = max(total, key=lambda other: (total[other], -position_of[other]))
+    path = []
     while kind >= 0:
-        chain.append(place_of[kind])
+        path.append(position_of[kind])
         kind = previous[kind]
-    return chain[::-1]
+    return path[::-1]
 
 
 class _Relaxation:
@@ -299,11 +301,11 @@ class _Relaxation:
         self.items: list[int] = []
         self.coefficients: list[int] = []
         self.rights: list[int] = []
-        self._place_kinds(is_fixed_order)
+        self._find_stages(is_fixed_order)
         self._stage_constraints()
 
-    def _place_kinds(self, is_fixed_order: bool) -> None:
-        """Earliest stage of every kind, and for required kinds the latest stage of the first run."""
+    def _find_stages(self, is_fixed_order: bool) -> None:
+        """The earliest stage of every kind, and for required kinds the latest stage of the first run."""
         self.earliest = [0] * self.instance.num_kinds
         self.latest = [self.num_stages - 1] * self.instance.num_kinds
         for stage, moment in enumerate(self.moments):
@@ -322,8 +324,8 @@ class _Relaxation:
                 self.earliest[kind] = self.latest[kind] = stage
 
     def _is_forced(self, stage: int, kind: int) -> bool:
-        is_placed = self.earliest[kind] == self.latest[kind] == stage
-        return is_placed and kind in self.necessity.required
+        has_one_stage = self.earliest[kind] == self.latest[kind] == stage
+        return has_one_stage and kind in self.necessity.required
 
     def _column(self, what: str, stage: int, index: int) -> int:
         key = (what, stage, index)
@@ -341,10 +343,10 @@ class _Relaxation:
         self.rights.append(right)
 
     def _sources(self, stage: int, value: int, but: int = -1) -> list[tuple[int, int]] | None:
-        """Terms that say the value is at hand in a stage; None when it certainly is made in it."""
+        """Terms that say the value is present in a stage; None when the stage certainly makes it."""
         terms = []
         if value in self.possible[stage]:
-            terms.append((self._column("hold", stage, value), -1))
+            terms.append((self._column("alive", stage, value), -1))
         for kind in self.necessity.writers[value]:
             if kind == but or self.earliest[kind] > stage:
                 continue
@@ -369,18 +371,18 @@ class _Relaxation:
             first, last = self.earliest[kind], self.latest[kind]
             if first == last:
                 self.constant += int(instance.duration[kind])
-            else:  # A required kind runs for the first time in one of the stages its order allows.
+            else:  # A required kind runs for the first time in one of the stages that its order allows.
                 self._add_row([(self._column("run", stage, kind), -1) for stage in range(first, last + 1)], -1)
         for stage in range(self.num_stages):
             for kind in range(instance.num_kinds):
                 if self.earliest[kind] <= stage:
-                    self._reads_are_at_hand(stage, kind)
+                    self._reads_are_present(stage, kind)
             if stage + 1 < self.num_stages:
                 for value in sorted(self.possible[stage + 1]):
-                    # What is held at a moment was held at the one before or written in between.
+                    # What is alive at a moment was alive at the one before, or was written in between.
                     terms = self._sources(stage, value)
                     if terms is not None:
-                        self._add_row([(self._column("hold", stage + 1, value), 1), *terms], 0)
+                        self._add_row([(self._column("alive", stage + 1, value), 1), *terms], 0)
         for stage in range(1, self.num_stages - 1):
             self._runs_from(stage)
         for value in targets:
@@ -394,16 +396,16 @@ class _Relaxation:
                 stages = [stage for stage in range(self.num_stages) if ("run", stage, kind) in self.columns]
                 self._add_row([(self.columns["run", stage, kind], 1) for stage in stages], 1)
 
-    def _reads_are_at_hand(self, stage: int, kind: int) -> None:
+    def _reads_are_present(self, stage: int, kind: int) -> None:
         is_forced = self._is_forced(stage, kind)
         is_moment = stage > 0 and kind == self.moments[stage - 1]
         for value in self.necessity.reads[kind]:
             if is_moment:
-                # What a moment's kind reads is held when it runs.
+                # What a moment's kind reads is alive when it runs.
                 if value in self.possible[stage]:
-                    self._add_row([(self._column("hold", stage, value), -1)], -1)
+                    self._add_row([(self._column("alive", stage, value), -1)], -1)
                 continue
-            # A kind that runs in a stage finds what it reads held at the stage's moment or written in the stage.
+            # What a kind reads in a stage is alive at the stage's moment, or is written in the stage.
             terms = self._sources(stage, value, kind)
             if stage > 0 and value in self.necessity.writes[self.moments[stage - 1]]:
                 continue
@@ -414,7 +416,7 @@ class _Relaxation:
     def _runs_from(self, stage: int) -> None:
         """Tie the stages together: "from" variables say that a kind runs in this stage or a later one.
 
-        Implied for whole numbers, not for fractions: without them half a run in each of two stages would pass for one.
+        Whole numbers imply these rows, fractions do not: half a run in each of two stages would pass for one.
         """
         kinds = range(self.instance.num_kinds)
         is_sure = [self.earliest[kind] >= stage and kind in self.necessity.required for kind in kinds]
@@ -426,13 +428,13 @@ class _Relaxation:
                 stages = range(max(stage, self.earliest[kind]), self.num_stages)
                 self._add_row(own + [(self._column("run", later, kind), -1) for later in stages], 0)
             for value in self.necessity.reads[kind]:
-                # What it reads is held at the stage's moment or written from it on.
+                # What it reads is alive at the stage's moment, or is written in this stage or later.
                 writers = [other for other in self.necessity.writers[value] if other != kind]
                 if value in written_at_moment or any(is_sure[other] for other in writers):
                     continue
                 terms = [(self._column("from", stage, other), -1) for other in writers]
                 if value in self.possible[stage]:
-                    terms.append((self._column("hold", stage, value), -1))
+                    terms.append((self._column("alive", stage, value), -1))
                 self._add_row(own + terms, 0 if own else -1)
 
     def solve(self, budget_bytes: int) -> int:
@@ -441,10 +443,10 @@ class _Relaxation:
         reuse = instance.reuse_bytes()
         total = max(1, int(instance.size_bytes.sum()))
         for stage, moment in enumerate(self.moments, start=1):
-            # What is held at a moment, with what its kind writes and its workspace, fits the budget.
+            # What is alive at a moment, with what its kind writes and its workspace, fits the budget.
             room = budget_bytes - _own_bytes(instance, moment, int(reuse[moment]))
             terms = [
-                (self._column("hold", stage, value), int(instance.size_bytes[value]))
+                (self._column("alive", stage, value), int(instance.size_bytes[value]))
                 for value in sorted(self.possible[stage])
                 if instance.size_bytes[value]
             ]
@@ -453,7 +455,7 @@ class _Relaxation:
             (np.array(self.coefficients, float), (self.rows, self.items)), shape=(len(self.rights), len(self.costs))
         )
         rights = np.array(self.rights, float)
-        # Rows in bytes are scaled to the size of the others: the solver's tolerances are absolute.
+        # Rows in bytes are scaled to the size of the others, because the solver's tolerances are absolute.
         scale = np.ones(len(rights))
         scale[len(rights) - len(self.moments) :] = 1000.0 / total
         scaled = matrix.multiply(scale[:, None]).tocsr()

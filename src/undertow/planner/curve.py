@@ -1,16 +1,15 @@
 """The time/memory curve of a step: the fastest schedule found at each of a row of budgets, from the most to the least.
 
-In: an Instance. Out: points, each a schedule with its peak and time; among those that fit a budget the fastest is the
-plan for it. A plan is thus the same whichever budget between two points is asked for, and a larger budget never gives a
-slower step.
+In: an Instance. Out: points, each a schedule with its peak and time; the plan for a budget is the fastest point that
+fits. So any budget between two points gives the same plan, and a larger budget never gives a slower step.
 
-Each level is searched from the schedule of the level above, which nearly fits: a continuation. On GPT-2 this takes a
+Each level is searched from the schedule of the level above, which nearly fits. On GPT-2 this takes a
 third of the time of starting from the order as written and ends 8 % lower. Where a level is not reached, bisection
-finds the least peak between it and the last level that was.
+finds the least peak between it and the last level that was reached.
 
-The levels that cost extra time are then searched once more from two starts, their own schedule and that of the level
-above. On the way down a level inherits what the one above happened to find: this halves the extra time of ResNet-50 and
-U-Net at a third of their memory.
+The levels that cost extra time are then searched once more from two schedules, their own and the one of the level
+above, because on the way down a level inherits what the one above happened to find. This halves the extra time of
+ResNet-50 and U-Net at a third of their memory.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ import numpy as np
 from undertow.kernels.compiler import HAS_NUMBA
 from undertow.planner.bounds import lower_bound_peak
 from undertow.planner.instance import Instance, Int64s, replay
-from undertow.planner.kept_curves import keep_points, load_points
 from undertow.planner.search import FROZEN, WARM, Solution, minimum_peak, search
+from undertow.planner.stored_curves import load_points, store_points
 
 NUM_LEVELS = 24
 # Moves per level. On GPT-2 with 12 layers (1,048 kinds) 100,000 give 4 % more extra time than 250,000, averaged over
 # the curve; small instances settle earlier, and in very large ones a move takes time in proportion to the schedule.
 MOVES_PER_KIND, MOST_MOVES, MOVES_TIMES_KINDS = 500, 100_000, 300_000_000
-# Instances of at most so many kinds have fewer moves on the way down, from two seeds, and more afterwards: levels whose
-# extra time is above a share of the step are searched again, and one more between levels that differ by as much.
+# Instances of at most so many kinds have fewer moves on the way down, from two seeds, and more afterwards. Levels whose
+# extra time is above a share of the step are searched again, and a level is added between two that differ by as much.
 MOST_REFINED_KINDS, MOST_MOVES_BEFORE = 2_000, 20_000
-DEAR = 0.02
+COSTLY = 0.02
 REFINING_MOVES_TIMES_KINDS, MOST_REFINING_MOVES = 1_600_000_000, 300_000  # of all levels together, and of one
 REFINING_TEMPERATURE = 0.1
 SETTLING_MOVES_PER_KIND = 30  # each formulation is tried several times
@@ -52,7 +51,7 @@ class Curve:
 
     points: tuple[Solution, ...]
     lower_bound_peak_bytes: int
-    is_complete: bool  # False when the time given ran out first
+    is_complete: bool  # False when the time limit ended the search
 
     def within(self, budget_bytes: int) -> list[Solution]:
         """The points whose peak fits, the fastest first."""
@@ -61,7 +60,7 @@ class Curve:
 
 _KNOWN: OrderedDict[bytes, Curve] = OrderedDict()
 MAX_KNOWN = 16  # the same step is often planned for one budget after another
-LEAST_KEPT_S = 0.2  # a search that takes less is not worth a file
+LEAST_STORED_S = 0.2  # a search that takes less is not worth a file
 
 
 def find_curve(instance: Instance, *, seed: int = 0, time_limit_s: float = math.inf) -> Curve:
@@ -76,8 +75,8 @@ def find_curve(instance: Instance, *, seed: int = 0, time_limit_s: float = math.
             end_s = time.perf_counter()
             if end_s >= start_s + time_limit_s:
                 return Curve(tuple(points), bound, is_complete=False)
-            if end_s - start_s > LEAST_KEPT_S:
-                keep_points(instance, points)
+            if end_s - start_s > LEAST_STORED_S:
+                store_points(instance, points)
         _KNOWN[key] = Curve(tuple(points), bound, is_complete=True)
         if len(_KNOWN) > MAX_KNOWN:
             _KNOWN.popitem(last=False)
@@ -93,8 +92,8 @@ def _find_points(instance: Instance, bound: int, seed: int, deadline_s: float) -
     points = [Solution(instance.order, base.time, base.peak_bytes, 0)]
 
     def descend(level: int, start: Solution) -> Solution | None:
-        tasks = [_Task(level, start.schedule, num_moves)] * (NUM_THREADS if is_refined else 1)
-        points.extend(_search_all(instance, tasks, WARM, seed, deadline_s))
+        searches = [_Search(level, start.schedule, num_moves)] * (NUM_THREADS if is_refined else 1)
+        points.extend(_search_all(instance, searches, WARM, seed, deadline_s))
         return min((point for point in points if point.peak_bytes <= level), key=_speed, default=None)
 
     above = points[0]
@@ -118,17 +117,17 @@ def _find_points(instance: Instance, bound: int, seed: int, deadline_s: float) -
     descend((least.peak_bytes + above.peak_bytes) // 2, above)
     descend(least.peak_bytes, least)
     if is_refined:
-        tasks = _refining_tasks(_undominated(points), REFINING_MOVES_TIMES_KINDS // num_kinds)
-        points += _search_all(instance, tasks, REFINING_TEMPERATURE, seed, deadline_s)
+        searches = _refining_searches(_undominated(points), REFINING_MOVES_TIMES_KINDS // num_kinds)
+        points += _search_all(instance, searches, REFINING_TEMPERATURE, seed, deadline_s)
     settling = min(SETTLING_MOVES_PER_KIND * num_kinds, most_moves) // FEWER_MOVES
-    tasks = [_Task(point.peak_bytes, point.schedule, settling) for point in _undominated(points)]
-    points += _search_all(instance, tasks, FROZEN, seed, deadline_s)
+    searches = [_Search(point.peak_bytes, point.schedule, settling) for point in _undominated(points)]
+    points += _search_all(instance, searches, FROZEN, seed, deadline_s)
     return list(_undominated(points))
 
 
 @dataclass(frozen=True)
-class _Task:
-    """A search within a budget from a schedule."""
+class _Search:
+    """A search within a budget, from a schedule."""
 
     budget_bytes: int
     start: Int64s
@@ -136,39 +135,39 @@ class _Task:
 
 
 def _search_all(
-    instance: Instance, tasks: Sequence[_Task], temperature: float, seed: int, deadline_s: float
+    instance: Instance, searches: Sequence[_Search], temperature: float, seed: int, deadline_s: float
 ) -> list[Solution]:
-    """What the searches find, each with a seed of its own; as many at once as there are threads."""
+    """What the searches find, each with a seed of its own; as many run at the same time as there are threads."""
 
     def run(number: int) -> Solution | None:
         return search(
             instance,
-            tasks[number].budget_bytes,
+            searches[number].budget_bytes,
             is_fixed_order=False,
-            starts=(tasks[number].start,),
+            starts=(searches[number].start,),
             seed=seed + number,
-            num_moves=tasks[number].num_moves,
+            num_moves=searches[number].num_moves,
             given_temperature=temperature,
             time_limit_s=deadline_s - time.perf_counter(),
         )
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
-        return [found for found in threads.map(run, range(len(tasks))) if found is not None]
+        return [found for found in threads.map(run, range(len(searches))) if found is not None]
 
 
-def _refining_tasks(points: Sequence[Solution], num_moves: int) -> list[_Task]:
-    """Dear points, and halfway to the next where the curve is steep; the dearer, the more of the moves."""
+def _refining_searches(points: Sequence[Solution], num_moves: int) -> list[_Search]:
+    """Searches at costly points, and halfway to the next where the curve is steep; costlier ones get more moves."""
     extras = [point.time / max(1, points[-1].time) - 1 for point in points]
     wanted: list[tuple[int, Int64s, float]] = []
     for (point, extra), (above, extra_above) in pairwise(zip(points, extras, strict=True)):
-        if extra > DEAR:
+        if extra > COSTLY:
             wanted += [(point.peak_bytes, start.schedule, extra) for start in (point, above)]
-        if extra - extra_above > DEAR:
+        if extra - extra_above > COSTLY:
             wanted.append(((point.peak_bytes + above.peak_bytes) // 2, above.schedule, extra))
-    # An extra time twice as large is not worth twice the moves.
+    # Twice the extra time is not worth twice the moves.
     total = sum(math.sqrt(extra) for *_, extra in wanted)
     return [
-        _Task(peak, start, min(MOST_REFINING_MOVES, int(num_moves * math.sqrt(extra) / total)) // FEWER_MOVES)
+        _Search(peak, start, min(MOST_REFINING_MOVES, int(num_moves * math.sqrt(extra) / total)) // FEWER_MOVES)
         for peak, start, extra in wanted
     ]
 
@@ -178,9 +177,9 @@ def _speed(point: Solution) -> tuple[int, int]:
 
 
 def _undominated(points: list[Solution]) -> tuple[Solution, ...]:
-    """Those that no other point beats in peak and time, by rising peak."""
-    kept: list[Solution] = []
+    """The points that no other point beats in peak and time, by rising peak."""
+    found: list[Solution] = []
     for point in sorted(points, key=lambda point: (point.peak_bytes, point.time)):
-        if not kept or point.time < kept[-1].time:
-            kept.append(point)
-    return tuple(kept)
+        if not found or point.time < found[-1].time:
+            found.append(point)
+    return tuple(found)

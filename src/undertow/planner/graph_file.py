@@ -3,8 +3,8 @@
 In: a file whose nodes have `out_cost` and `duration` with links `{"0": from, "1": to}`, or `cost_ram` and `cost_cpu`
 with links `source`/`target`. Out: one value and one repeatable kind per node, or `ValueError` naming what is wrong.
 
-Every node must run; a node nobody reads has no bytes to hold after its run, so each such node also writes a target of
-zero bytes. The base order is `graph.order` where the file has one, else the order of the nodes.
+Every node must run. A node that nothing reads has no bytes alive after its run, so it also writes a target of zero
+bytes. The base order is `graph.order` where the file has one, else the order of the nodes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from undertow.planner.instance import MAXIMUM_TOTAL, Instance, make_instance
 MAXIMUM_FILE_BYTES = 256 * 2**20
 MAXIMUM_NODES = 200_000
 MAXIMUM_LINKS = 4_000_000
-MAXIMUM_DIGITS = 30  # more than any amount that is accepted has
+MAXIMUM_DIGITS = 30  # more than any accepted amount has
 COST_KEYS = (("out_cost", "duration"), ("cost_ram", "cost_cpu"))
 LINK_KEYS = (("0", "1"), ("source", "target"))
 
 
 def read_graph(path: str | Path) -> Instance:
-    """The instance in a graph file; `ValueError` says what the file lacks."""
+    """The instance in a graph file; `ValueError` says what is wrong with the file."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"graph file: {path} is not a file")
@@ -39,7 +39,7 @@ def read_graph(path: str | Path) -> Instance:
 
 
 def _parse_int(digits: str) -> int | float:
-    """Python refuses to read thousands of digits; as a float such a number reaches the check that names its node."""
+    """Python refuses whole numbers of thousands of digits; as a float, one reaches the check that names its node."""
     return int(digits) if len(digits) < MAXIMUM_DIGITS else float(digits)
 
 
@@ -80,12 +80,12 @@ def _list_of(document: Any, key: str, limit: int) -> list[Any]:
     return found
 
 
-def _keys_present(record: Any, choices: tuple[tuple[str, str], ...], place: str) -> tuple[str, str]:
+def _keys_present(record: Any, choices: tuple[tuple[str, str], ...], what: str) -> tuple[str, str]:
     for keys in choices:
         if isinstance(record, dict) and all(key in record for key in keys):
             return keys
     wanted = " or ".join(" and ".join(f"`{key}`" for key in keys) for keys in choices)
-    raise ValueError(f"graph file: {place} needs {wanted}")
+    raise ValueError(f"graph file: {what} needs {wanted}")
 
 
 def _amount(node: Any, key: str, index: int) -> int:
@@ -114,7 +114,7 @@ def _reads(links: list[Any], names: dict[Any, int]) -> list[list[int]]:
 
 
 def _base_order(document: Any, names: dict[Any, int], reads: list[list[int]]) -> list[int]:
-    """The given order, which must be valid; else the order of the nodes, sorted where it is not."""
+    """The order that the file gives, which must be valid; without one, the order of the nodes, sorted where needed."""
     graph = document.get("graph")
     given = graph.get("order") if isinstance(graph, dict) else None
     if given is None:
@@ -126,16 +126,16 @@ def _base_order(document: Any, names: dict[Any, int], reads: list[list[int]]) ->
     if len(set(order)) != len(order):
         raise ValueError("graph file: `graph.order` lists a node twice")
     _sorted_nodes(reads)
-    position = {node: place for place, node in enumerate(order)}
+    position_of = {node: position for position, node in enumerate(order)}
     for node, row in enumerate(reads):
         for source in row:
-            if position[source] > position[node]:
+            if position_of[source] > position_of[node]:
                 raise ValueError(f"graph file: in `graph.order` node {node} runs before node {source}, which it reads")
     return order
 
 
 def _sorted_nodes(reads: list[list[int]]) -> list[int]:
-    """A topological order, the lowest-numbered ready node first: the order of the nodes where that is valid."""
+    """A topological order, the lowest-numbered ready node first: the order of the nodes itself where it is valid."""
     readers: list[list[int]] = [[] for _ in reads]
     num_missing = [len(row) for row in reads]
     for node, row in enumerate(reads):

@@ -4,12 +4,12 @@ In: sizes of values; for every kind of run its duration, workspace, and the valu
 order. Out: `Instance`, and `replay`, which gives bytes per run, peak and time of a schedule or raises `ValueError`.
 
 A *kind* is an operation, or one formulation of it. A *schedule* is a sequence of kinds; a kind may occur many times.
-A value is held from the run that writes it to its last read before it is written again, or to the end when it is a
-target; a value that is written and never read afterwards is held during that run only. The rules are those of
-Checkmate (Jain et al., MLSys 2020) and Moccasin (Bartan et al., ICML 2023), extended by formulations, destroyed
-inputs, workspace and the reuse of a dying input's storage.
+A value is alive from the run that writes it to its last read before it is written again, or to the end when it is a
+target. A value that is written and never read afterwards is alive during that run only. The rules come from Checkmate
+(Jain et al., MLSys 2020) and Moccasin (Bartan et al., ICML 2023), extended by formulations, destroyed inputs, workspace
+and the reuse of a dying input's storage.
 
-`replay` shares no code with the search, so that either finds the other's mistakes.
+`replay` shares no code with the search, so that each finds the other's mistakes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
-MAXIMUM_TOTAL = 2**59  # sums of sizes and of durations stay below this: the search adds 2**60 to mark empty slots
+MAXIMUM_TOTAL = 2**59  # sums of sizes and of durations stay below this: the search adds 2**60 to mark empty positions
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Instance:
-    """One planning problem. Kinds and values are numbered from 0; `destroys` rows are parts of the `reads` rows."""
+    """One planning problem. Kinds and values are numbered from 0. A row of `destroys` is part of the row of `reads`."""
 
     size_bytes: Int64s
     duration: Int64s
@@ -65,7 +65,7 @@ class Instance:
     writes: Rows
     destroys: Rows
     can_repeat: NDArray[np.bool_]
-    reuse_read: Int64s  # the value whose storage the kind may take over when it dies at this run, or -1
+    reuse_read: Int64s  # the value whose storage a run of the kind may take over when the value dies there, or -1
     reuse_write: Int64s  # the value written into that storage, or -1
     order: Int64s
     initial: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -101,7 +101,7 @@ class Instance:
         return Rows(np.concatenate([[0], np.cumsum(counts)]), self.writes.owners()[by_value])
 
     def reuse_bytes(self) -> Int64s:
-        """Bytes that need not be counted twice at a run whose reusable input dies there."""
+        """Bytes that count once, not twice, at a run whose reusable input dies there."""
         bonus = np.minimum(self.size_bytes[self.reuse_read], self.size_bytes[self.reuse_write])
         return np.where((self.reuse_read >= 0) & (self.reuse_write >= 0), bonus, 0).astype(np.int64)
 
@@ -142,7 +142,7 @@ def make_instance(
 
 
 def check_instance(instance: Instance) -> None:
-    """Raise `ValueError` on arrays that do not fit together or on numbers the search cannot carry."""
+    """Raise `ValueError` on arrays that do not fit together or on numbers too large for the search."""
     kinds, values = instance.num_kinds, instance.num_values
     for name in ("workspace_bytes", "can_repeat", "reuse_read", "reuse_write", "reads", "writes", "destroys"):
         if len(getattr(instance, name)) != kinds:
@@ -186,7 +186,7 @@ class Replay:
 
 
 def _lifetimes(instance: Instance, schedule: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(value, first run, last run) of every held stretch; raises when a read value is not present."""
+    """(value, first run, last run) of every stretch in which a value is alive; raises when a read value is absent."""
     end = len(schedule)
     open_since: dict[int, int] = {int(value): 0 for value in instance.initial}
     last_use: dict[int, int] = {int(value): -1 for value in instance.initial}
@@ -231,8 +231,8 @@ def replay(instance: Instance, schedule: Sequence[int] | Int64s) -> Replay:
     reused = instance.reuse_read[kinds].tolist()
     dies_here = np.array([(value, index) in dies_at for index, value in enumerate(reused)], np.bool_)
     bonus = np.where(dies_here, instance.reuse_bytes()[kinds], 0)
-    held = instance.fixed_bytes + np.cumsum(np.array(change[: len(kinds)], np.int64))
-    run_bytes = held + instance.workspace_bytes[kinds] - bonus
+    alive = instance.fixed_bytes + np.cumsum(np.array(change[: len(kinds)], np.int64))
+    run_bytes = alive + instance.workspace_bytes[kinds] - bonus
     peak_bytes = int(run_bytes.max()) if len(kinds) else instance.fixed_bytes
     return Replay(run_bytes, peak_bytes, int(instance.duration[kinds].sum()) if kinds else 0)
 

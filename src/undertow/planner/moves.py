@@ -1,13 +1,13 @@
-"""The moves of the search, for Numba: each edits a schedule under edit through its journal and says whether it did.
+"""The moves of the search, for Numba. Each changes a schedule under edit through its journal and says whether it did.
 
-- `rerun_before`: run a value's writer again just before one of its reads, so that the value need not be held up to
-  there; what that run reads is held or, when holding would cost more excess than running costs time, run again too,
-  recursively, so that one move re-runs a whole chain.
-- `drop_run`: take a run out, so that its readers use the earlier write; runs left without readers follow.
-- `shift_run`: another place for a run between its suppliers and its readers.
-- `switch_formulation`: another kind that writes what a run's readers need.
+- `rerun_before`: run a value's writer again just before one of its reads, so that the value need not stay alive until
+  then. What that run reads stays alive, or is run again too where staying alive costs more excess than running costs
+  time. This is recursive: one move repeats many runs.
+- `drop_run`: take a run out, so that its readers use the earlier write. Runs left without readers follow.
+- `shift_run`: move a run to another position between its suppliers and its readers.
+- `switch_formulation`: replace a run by other kinds that write what its readers need.
 
-A move leaves the sequence valid or returns False, and then the caller rolls back.
+A move leaves the schedule valid or returns False. The caller then rolls back.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from undertow.planner.state import (
     NUM_REPEATED,
     NUM_USES,
     PINNED_RUN,
+    POSITION_OF,
     PREV_RUN,
     RANDOM,
     READ_STARTS,
@@ -48,7 +49,6 @@ from undertow.planner.state import (
     RUN_KIND,
     RUNS_OF_KIND,
     SIZE,
-    SLOT_OF,
     STACK_NEXT,
     STACK_RUN,
     START,
@@ -66,8 +66,8 @@ from undertow.planner.state import (
     inner,
 )
 
-LOG_MAXIMUM_CHAIN = 10
-MAXIMUM_CHAIN = 1 << LOG_MAXIMUM_CHAIN  # runs one move may insert; longer chains are built by several moves
+LOG_MAXIMUM_INSERTED = 10
+MAXIMUM_INSERTED = 1 << LOG_MAXIMUM_INSERTED  # runs that one move may insert; several moves insert more
 
 
 @inner
@@ -96,11 +96,11 @@ def _pick_writer(state, value):
 
 
 @inner
-def _place_run(state, kind, before):
-    """An inactive run of the kind right after `before`; a base kind that does not run yet takes its own place."""
+def _inactive_run(state, kind, before):
+    """An inactive run of the kind right after `before`; a base kind that does not run yet has its own position."""
     pinned = at(state, PINNED_RUN, kind)
     if pinned >= 0:
-        if at(state, SLOT_OF, pinned) > at(state, SLOT_OF, before):
+        if at(state, POSITION_OF, pinned) > at(state, POSITION_OF, before):
             return -1
         if not at(state, IS_ACTIVE, pinned):
             return pinned
@@ -109,26 +109,26 @@ def _place_run(state, kind, before):
 
 @inner
 def _last_supply(state, kind, limit):
-    """The latest run before `limit` after which something the kind reads was last surely present."""
+    """The latest run before `limit` after which something that the kind reads is surely present."""
     latest = START
     for entry in range(at(state, READ_STARTS, kind), at(state, WRITE_STARTS, kind)):
         value = at(state, TOUCHED, entry)
-        index = find_use(state, value, at(state, SLOT_OF, limit)) - 1
+        index = find_use(state, value, at(state, POSITION_OF, limit)) - 1
         if has_use(state, value, index):
             run = at(state, USES, index) >> 2
             if at(state, USES, index) & 3 == DESTROY:
                 run = at(state, PREV_RUN, run)
-            if at(state, SLOT_OF, run) > at(state, SLOT_OF, latest):
+            if at(state, POSITION_OF, run) > at(state, POSITION_OF, latest):
                 latest = run
     return latest
 
 
 @inner
 def _wants_rerun(state, value, run, price):
-    """Whether holding a value up to a run costs more than running its writer again (both estimated at that run)."""
-    index = find_use(state, value, at(state, SLOT_OF, run))
-    first = at(state, SLOT_OF, at(state, USES, index - 1) >> 2) + 1
-    last = at(state, SLOT_OF, run) - 1
+    """Whether a value that stays alive up to a run costs more than another run of its writer; both are estimates."""
+    index = find_use(state, value, at(state, POSITION_OF, run))
+    first = at(state, POSITION_OF, at(state, USES, index - 1) >> 2) + 1
+    last = at(state, POSITION_OF, run) - 1
     size = at(state, SIZE, value)
     if first > last or size == 0:
         return False
@@ -144,13 +144,13 @@ def _wants_rerun(state, value, run, price):
 
 @inner
 def _complete(state, run, price, most_time):
-    """Activate a linked run, first re-running (recursively) what it reads and is absent or too dear to hold.
+    """Activate a linked run. First run again, recursively, what it reads and is absent or too costly to leave alive.
 
-    Gives up when total time passes `most_time`. How long a chain may grow is drawn: at a high price every input is too
-    dear to hold, and without a limit each move would re-run the whole program.
+    Gives up when total time passes `most_time`. How many runs it may insert is drawn: at a high price every input is
+    too costly to leave alive, and without a limit each move would repeat the whole program.
     """
     depth, inserted = 1, 1
-    max_inserted = 1 << draw(state, LOG_MAXIMUM_CHAIN)
+    max_inserted = 1 << draw(state, LOG_MAXIMUM_INSERTED)
     state[state[STACK_RUN] + 0] = run
     state[state[STACK_NEXT] + 0] = at(state, READ_STARTS, at(state, RUN_KIND, run))
     while depth > 0:
@@ -166,18 +166,18 @@ def _complete(state, run, price, most_time):
             continue
         state[state[STACK_NEXT] + depth - 1] += 1
         value = at(state, TOUCHED, entry)
-        is_absent = not is_present_before(state, value, find_use(state, value, at(state, SLOT_OF, top)))
+        is_absent = not is_present_before(state, value, find_use(state, value, at(state, POSITION_OF, top)))
         if not is_absent and (inserted >= max_inserted or not _wants_rerun(state, value, top, price)):
             continue
         writer = _pick_writer(state, value)
-        if writer < 0 or inserted >= MAXIMUM_CHAIN or depth + 1 >= state[MAXIMUM_STACK]:
+        if writer < 0 or inserted >= MAXIMUM_INSERTED or depth + 1 >= state[MAXIMUM_STACK]:
             if is_absent:
                 return False
             continue
         before = at(state, PREV_RUN, top)
         if is_absent and draw(state, 2) == 0:
             before = _last_supply(state, writer, top)
-        source = _place_run(state, writer, before)
+        source = _inactive_run(state, writer, before)
         if source < 0:
             if is_absent:
                 return False
@@ -194,7 +194,7 @@ def _is_useless(state, run):
     kind = at(state, RUN_KIND, run)
     for entry in range(at(state, WRITE_STARTS, kind), at(state, READ_STARTS, kind + 1)):
         value = at(state, TOUCHED, entry)
-        if is_read_at(state, value, find_use(state, value, at(state, SLOT_OF, run)) + 1):
+        if is_read_at(state, value, find_use(state, value, at(state, POSITION_OF, run)) + 1):
             return False
     return True
 
@@ -210,30 +210,30 @@ def _remove_with_suppliers(state, run):
         if not at(state, IS_ACTIVE, run) or not can_deactivate(state, run):
             continue
         kind = at(state, RUN_KIND, run)
-        slot = at(state, SLOT_OF, run)
+        position = at(state, POSITION_OF, run)
         if depth + at(state, WRITE_STARTS, kind) - at(state, READ_STARTS, kind) >= state[MAXIMUM_STACK]:
             continue
         first = depth
         for entry in range(at(state, READ_STARTS, kind), at(state, WRITE_STARTS, kind)):
             value = at(state, TOUCHED, entry)
-            index = find_use(state, value, slot) - 1
+            index = find_use(state, value, position) - 1
             while at(state, USES, index) & 3 != WRITE:
                 index -= 1
             state[state[STACK_RUN] + depth] = at(state, USES, index) >> 2
             depth += 1
         remove(state, run)
-        kept = first
-        for place in range(first, depth):
-            source = at(state, STACK_RUN, place)
+        end = first
+        for number in range(first, depth):
+            source = at(state, STACK_RUN, number)
             if source != START and at(state, IS_ACTIVE, source) and _is_useless(state, source):
-                state[state[STACK_RUN] + kept] = source
-                kept += 1
-        depth = kept
+                state[state[STACK_RUN] + end] = source
+                end += 1
+        depth = end
 
 
 @inner
-def _draw_held_read(state):
-    """A random read before which the value was held over at least one run: (run, value), run -1 if none was found."""
+def _draw_distant_read(state):
+    """A random read of a value that lives across at least one run before it: (run, value), run -1 if none was found."""
     num_targets = len(state) - state[TARGETS]
     for _ in range(8):
         choice = draw(state, state[NUM_LIVE] + num_targets)
@@ -247,7 +247,7 @@ def _draw_held_read(state):
         value = at(state, TOUCHED, first + draw(state, last - first))
         if at(state, SIZE, value) == 0:
             continue
-        index = find_use(state, value, at(state, SLOT_OF, run))
+        index = find_use(state, value, at(state, POSITION_OF, run))
         if at(state, NEXT_RUN, at(state, USES, index - 1) >> 2) != run:
             return run, value
     return -1, -1
@@ -256,20 +256,20 @@ def _draw_held_read(state):
 @inner
 def rerun_before(state, price, threshold):
     """Run a value's writer again just before one of its reads."""
-    run, value = _draw_held_read(state)
+    run, value = _draw_distant_read(state)
     if run < 0:
         return False
     kind = _pick_writer(state, value)
     if kind < 0:
         return False
-    index = find_use(state, value, at(state, SLOT_OF, run))
-    first, last = at(state, SLOT_OF, at(state, USES, index - 1) >> 2) + 1, at(state, SLOT_OF, run) - 1
+    index = find_use(state, value, at(state, POSITION_OF, run))
+    first, last = at(state, POSITION_OF, at(state, USES, index - 1) >> 2) + 1, at(state, POSITION_OF, run) - 1
     saved = -price * peek_excess(state, first, last, -at(state, SIZE, value))
-    # Alone, the new run cannot be worth more than this; only a chain could be, so such draws are mostly skipped.
+    # The new run alone cannot be worth it. Several runs together could be, so such draws are mostly skipped.
     if at(state, DURATION, kind) - saved > threshold and draw(state, 8) != 0:
         return False
     most_time = state[TIME] + price * state[EXCESS] + threshold
-    new = _place_run(state, kind, at(state, PREV_RUN, run))
+    new = _inactive_run(state, kind, at(state, PREV_RUN, run))
     return new >= 0 and _complete(state, new, price, most_time)
 
 
@@ -296,7 +296,7 @@ def _draw_repetition(state):
 
 @inner
 def drop_run(state):
-    """Take out a run whose readers can use an earlier write; one of eight draws tries kinds that run once, too."""
+    """Take out a run whose readers can use an earlier write. One draw in eight also tries kinds that run once."""
     run = at(state, LIVE_RUNS, draw(state, state[NUM_LIVE])) if draw(state, 8) == 0 else _draw_repetition(state)
     if run < 0 or not can_deactivate(state, run):
         return False
@@ -306,45 +306,45 @@ def drop_run(state):
 
 @inner
 def drop_useless(state):
-    """Take out every run nobody needs."""
-    for place in range(state[NUM_LIVE] - 1, -1, -1):
-        if place < state[NUM_LIVE] and _is_useless(state, at(state, LIVE_RUNS, place)):
-            _remove_with_suppliers(state, at(state, LIVE_RUNS, place))
+    """Take out every run that nothing needs."""
+    for index in range(state[NUM_LIVE] - 1, -1, -1):
+        if index < state[NUM_LIVE] and _is_useless(state, at(state, LIVE_RUNS, index)):
+            _remove_with_suppliers(state, at(state, LIVE_RUNS, index))
             commit(state)
 
 
 @inner
 def shift_limits(state, run):
-    """The runs strictly between which a run may stand without changing who supplies whom."""
-    kind, slot = at(state, RUN_KIND, run), at(state, SLOT_OF, run)
+    """The two runs between which a run may move without changing which run supplies which."""
+    kind, position = at(state, RUN_KIND, run), at(state, POSITION_OF, run)
     low, high = START, END
     for entry in range(at(state, READ_STARTS, kind), at(state, WRITE_STARTS, kind)):
         value = at(state, TOUCHED, entry)
-        index = find_use(state, value, slot)
-        place = index - 1
+        index = find_use(state, value, position)
+        earlier = index - 1
         if at(state, TOUCH_FLAGS, entry) != DESTROY:
-            while at(state, USES, place) & 3 != WRITE:
-                place -= 1
-        source = at(state, USES, place) >> 2
-        if at(state, SLOT_OF, source) > at(state, SLOT_OF, low):
+            while at(state, USES, earlier) & 3 != WRITE:
+                earlier -= 1
+        source = at(state, USES, earlier) >> 2
+        if at(state, POSITION_OF, source) > at(state, POSITION_OF, low):
             low = source
         index += 1
         while has_use(state, value, index) and at(state, USES, index) & 3 == 0:
             index += 1
         if has_use(state, value, index):
             other = at(state, USES, index) >> 2
-            if at(state, SLOT_OF, other) < at(state, SLOT_OF, high):
+            if at(state, POSITION_OF, other) < at(state, POSITION_OF, high):
                 high = other
     for entry in range(at(state, WRITE_STARTS, kind), at(state, READ_STARTS, kind + 1)):
         value = at(state, TOUCHED, entry)
-        index = find_use(state, value, slot)
+        index = find_use(state, value, position)
         if has_use(state, value, index - 1):
             other = at(state, USES, index - 1) >> 2
-            if at(state, SLOT_OF, other) > at(state, SLOT_OF, low):
+            if at(state, POSITION_OF, other) > at(state, POSITION_OF, low):
                 low = other
         if has_use(state, value, index + 1):
             other = at(state, USES, index + 1) >> 2
-            if at(state, SLOT_OF, other) < at(state, SLOT_OF, high):
+            if at(state, POSITION_OF, other) < at(state, POSITION_OF, high):
                 high = other
     return low, high
 
@@ -365,7 +365,7 @@ def _draw_movable(state):
 
 @inner
 def shift_run(state):
-    """Move a run to another place between its suppliers and its readers."""
+    """Move a run to another position between its suppliers and its readers."""
     run = _draw_movable(state)
     if run < 0:
         return False
@@ -376,21 +376,21 @@ def shift_run(state):
     elif choice == 1:
         before = at(state, PREV_RUN, high)
     else:
-        first, last = at(state, SLOT_OF, low), at(state, SLOT_OF, high) - 1
+        first, last = at(state, POSITION_OF, low), at(state, POSITION_OF, high) - 1
         if choice == 2:
-            first = max(first, at(state, SLOT_OF, run) - 16)
-            last = min(last, at(state, SLOT_OF, run) + 16)
-        slot = first + draw(state, last - first + 1)
-        while at(state, RUN_AT, slot) < 0:
-            slot -= 1
-        before = at(state, RUN_AT, slot)
+            first = max(first, at(state, POSITION_OF, run) - 16)
+            last = min(last, at(state, POSITION_OF, run) + 16)
+        position = first + draw(state, last - first + 1)
+        while at(state, RUN_AT, position) < 0:
+            position -= 1
+        before = at(state, RUN_AT, position)
     if before == run or before == at(state, PREV_RUN, run):
         return False
     kind = at(state, RUN_KIND, run)
     new = link_new(state, kind, before)
     if new < 0:
         return False
-    # For a moment both runs count; the limits guarantee that the new one finds what it reads and serves all readers.
+    # For a moment both runs count. The limits guarantee that the new one finds what it reads and serves all readers.
     if not has_room(state, kind):
         return False
     activate(state, new)
@@ -400,14 +400,14 @@ def shift_run(state):
 
 @inner
 def _supply(state, value, run, most_time, price):
-    """Have another kind than the run's write a value near the run: the new run, or -1."""
+    """Have a kind other than the run's write a value near the run: the new run, or -1."""
     other = _pick_writer(state, value)
     if other < 0 or other == at(state, RUN_KIND, run):
         return -1
     choice = draw(state, 3)
     before = run if choice == 0 else at(state, PREV_RUN, run) if choice == 1 else _last_supply(state, other, run)
-    new = _place_run(state, other, before)
-    # What the new run makes superfluous is taken out only afterwards.
+    new = _inactive_run(state, other, before)
+    # What the new run makes superfluous is still there and is taken out afterwards.
     if new < 0 or not _complete(state, new, price, most_time + at(state, DURATION, other)):
         return -1
     return new
@@ -419,7 +419,7 @@ def _drop_superfluous(state, new):
     kind = at(state, RUN_KIND, new)
     for entry in range(at(state, WRITE_STARTS, kind), at(state, READ_STARTS, kind + 1)):
         value = at(state, TOUCHED, entry)
-        index = find_use(state, value, at(state, SLOT_OF, new)) + 1
+        index = find_use(state, value, at(state, POSITION_OF, new)) + 1
         if has_use(state, value, index) and at(state, USES, index) & 3 == WRITE:
             run = at(state, USES, index) >> 2
             if can_deactivate(state, run):
@@ -428,21 +428,21 @@ def _drop_superfluous(state, new):
 
 @inner
 def switch_formulation(state, price, threshold):
-    """Replace a run by others that write what its readers need, one for a value drawn and one for each of the rest."""
+    """Replace a run by others that write what its readers need: one for a value drawn, one for each of the rest."""
     run = at(state, LIVE_RUNS, draw(state, state[NUM_LIVE]))
     kind = at(state, RUN_KIND, run)
     first, last = at(state, WRITE_STARTS, kind), at(state, READ_STARTS, kind + 1)
     if first == last:
         return False
     most_time = state[TIME] + at(state, DURATION, kind) + price * state[EXCESS] + threshold
-    # Often the new runs find in place what the old one read; at a high price they would seldom leave it at that.
+    # The new runs can often read what the old one read. At a high price they would mostly have it made again.
     price = price if draw(state, 4) == 0 else 0.0
     new = _supply(state, at(state, TOUCHED, first + draw(state, last - first)), run, most_time, price)
     if new < 0:
         return False
     for entry in range(first, last):
         value = at(state, TOUCHED, entry)
-        index = find_use(state, value, at(state, SLOT_OF, run))
+        index = find_use(state, value, at(state, POSITION_OF, run))
         # A write just before serves the readers too.
         is_supplied = is_present_before(state, value, index) or not is_read_at(state, value, index + 1)
         if not is_supplied and _supply(state, value, run, most_time, price) < 0:

@@ -1,7 +1,7 @@
 """From a derived Program to the Plan that fits a budget.
 
-In: a Program, the cost of its operations and of their alternatives, what the step holds besides, a budget. Out: a Plan,
-rebuilt from the fastest schedule on the curve that fits, with a proved lower bound on the time of any other.
+In: a Program, the cost of its operations and of their alternatives, the held bytes, a budget. Out: a Plan, rebuilt from
+the fastest schedule on the curve that fits, with a proved lower bound on the time of any schedule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from undertow.planner.problem import Problem, make_problem
 from undertow.planner.rebuild import rebuild
 from undertow.planner.search import Solution
 
-PROVED = 1e-4  # a gap below this counts as none: durations are measured no better
+PROVED = 1e-4  # a smaller gap counts as none: durations are measured no better
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Planner:
         most_bytes = budget_bytes + self.problem.overcounted_bytes if budget_bytes is not None else 2**62
         for point in self.curve.within(most_bytes):
             plan = self.realise(point, budget_bytes)
-            # What runs may hold more than the search counted; the next point is slower and smaller.
+            # What runs may need more bytes than the search counted. The next point is slower and smaller.
             if budget_bytes is None or plan.peak_bytes <= budget_bytes:
                 return self._with_bound(plan, point)
         return None
@@ -67,7 +67,7 @@ class Planner:
         )
 
     def _with_bound(self, plan: Plan, point: Solution) -> Plan:
-        """The plan with what is proved of it; the bound is a linear program, solved for the chosen plan alone."""
+        """The plan with what is proved about it. The bound is a linear program, solved only for the chosen plan."""
         most_bytes = plan.budget_bytes + self.problem.overcounted_bytes if plan.budget_bytes else point.peak_bytes
         bound = lower_bound_time(self.problem.instance, most_bytes, False).amount
         outcome = Outcome.FEASIBLE if self.curve.is_complete else Outcome.TIMED_OUT

@@ -3,9 +3,9 @@
 In: a derived Program, other ways to compute some of its values, and what every run costs. Out: an Instance for the
 search, and for each of its kinds the node that it stands for, so that a schedule can be turned into a Program again.
 
-Views are folded into the storage they lie in: they cost nothing, and a schedule makes them anew where they are read.
-Inputs are always there and count in `fixed_bytes`; an input that the step overwrites is a value of no size that the
-overwriting kind destroys, so that nothing is computed again from it afterwards.
+Views are folded into the storage they lie in: they cost nothing, and a schedule makes them again where they are read.
+Inputs are held and count in `fixed_bytes`. An input that the step overwrites is a value of no size that the overwriting
+kind destroys, so that nothing is computed again from it afterwards.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Problem:
     instance: Instance
     kinds: tuple[Kind, ...]
     storages: tuple[str, ...]
-    # A draw is counted with the generator's state beside it; what is rebuilt notes the state only if the draw is
-    # repeated. By so much a peak of the Instance may lie above that of the plan.
+    # The Instance counts the generator's state with every draw. The rebuilt Program records the state only if the draw
+    # is repeated. So a peak of the Instance may lie above the plan's peak by this much.
     overcounted_bytes: int
 
 
 def make_problem(
     program: Program, alternatives: Sequence[Alternative], cost_of: Callable[[Node], Cost], fixed_bytes: int
 ) -> Problem:
-    """The planning problem of `program`; `fixed_bytes` is what the step holds beside the Program's values."""
+    """The planning problem of `program`; `fixed_bytes` is what is held throughout the step."""
     return _Builder(program, cost_of).build(alternatives, fixed_bytes)
 
 
@@ -67,7 +67,7 @@ class _Builder:
             if node.operation.hands_over is not None
         }
         self.last_of_chain: dict[str, int] = {}  # the token of the last node so far
-        self.crossed: list[int] = []  # the token of a boundary whose cotangents nobody reads: it has to run too
+        self.crossed: list[int] = []  # the token of a boundary whose cotangents nothing reads: it must run too
         self.index: dict[Value | str, int] = {}
         self.sizes: list[int] = []
         self.kinds: list[Kind] = []
@@ -145,18 +145,16 @@ class _Builder:
         reuse = self._reuse(node)
         given = None if operation.hands_over is None else node.args[operation.hands_over]
         if given is not None and (root := self.lifetimes.root[given]) in self.handed_over:
-            # The parameter has it from now on: its memory is held to the end, whatever is made again.
-            source, kept = self.index[root], self._value(f"delivered {root.name}", root.type.allocated_bytes)
-            destroys, reuse = [source], (source, kept)
-            writes.append(kept)
+            # The parameter has it from now on: its memory stays alive to the end, even if something is made again.
+            source, delivered = self.index[root], self._value(f"delivered {root.name}", root.type.allocated_bytes)
+            destroys, reuse = [source], (source, delivered)
+            writes.append(delivered)
         can_repeat = not chains and not destroys and operation.can_repeat and position not in self.never_repeated
         can_repeat = can_repeat and not self._is_bound(node.named_outputs)
         return self._add(Kind(position), (reads, writes, destroys, self.cost_of(node), can_repeat, reuse))
 
     def _before(self, chains: tuple[str, ...]) -> list[int]:
-        """The tokens of what must have run: the last of each chain, and draws and guards before all that cannot be
-        undone.
-        """
+        """Tokens of what must have run: the last of each chain, and draws and guards before what cannot be undone."""
         last = (self.last_of_chain.get(chain) for chain in (*chains, REVERSIBLE))
         return list(dict.fromkeys(token for token in last if token is not None))
 
@@ -180,7 +178,7 @@ class _Builder:
         self._add(Kind(alternative.position, alternative), (reads, writes, [], self.cost_of(node), True, (-1, -1)))
 
     def _read_once(self) -> set[Value]:
-        """Storages with one reader, views aside."""
+        """Storages with one reader, not counting views."""
         count: Counter[Value] = Counter()
         for node in self.program.nodes:
             if node.shared_input is None:
@@ -193,11 +191,11 @@ class _Builder:
         return self.index[f"delivered {root.name}"] if root in self.handed_over else self._storage(value)
 
     def _is_bound(self, values: Sequence[Value]) -> bool:
-        """A gradient is made once, because the first's memory stays its parameter's; handing over says so otherwise."""
+        """Whether these are made only once: a gradient stays with its parameter. Handing over may ensure this too."""
         return any(self.lifetimes.root.get(value) in self.made_once for value in values)
 
     def _storages_of_alternative(self, alternative: Alternative) -> tuple[list[int], list[int]]:
-        """Its node reads and writes values of the Program, codes, and a recorded generator state."""
+        """What its node reads and writes: values of the Program, codes, and a recorded generator state."""
         reads, writes = [], []
         for value in alternative.node.inputs:
             if value is alternative.state:
@@ -232,7 +230,7 @@ class _Builder:
 
 
 def _overwritten_inputs(program: Program) -> list[Value]:
-    """Inputs that take another value before the step ends; where both passes are one function, updates come last."""
+    """Inputs that are overwritten before the step ends; where both passes are one function, updates come last."""
     found = [value for node in program.nodes for value in node.operation.writes(node)]
     if program.cotangents:
         found += [update.input for update in program.updates]

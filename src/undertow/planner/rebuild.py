@@ -1,8 +1,8 @@
 """A schedule as a Program again: second runs, codes and recorded generator states become nodes like any other.
 
 In: a Problem and a schedule of its kinds. Out: the Program that runs it, and for every new value the value of the
-original Program that it repeats. The first run of a node keeps the original values; a second run makes new ones, and
-whatever is read afterwards is read from those. Views are made where they are first read of each version.
+original Program that it repeats. The first run of a node writes the original values. A second run makes new ones,
+and what is read afterwards is read from those. A view is made where it is first read, once for each version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TASKS = {Role.ENCODE: Task.ENCODE, Role.DECODE: Task.DECODE, Role.READ: Task.RE
 
 @dataclass(frozen=True, eq=False)
 class Rebuilt:
-    """`repeats` maps each new value to the one it repeats; `bases` gives for each node those whose work it does."""
+    """`repeats` maps each new value to the one it repeats; `bases` has for each node the nodes whose work it does."""
 
     program: Program
     repeats: dict[Value, Value]
@@ -47,7 +47,7 @@ class _Rebuilder:
         self.views: dict[int, tuple[tuple[Value, ...], tuple[Value | None, ...]]] = {}
         self.num_versions: dict[Value, int] = {}
         self.repeats: dict[Value, Value] = {}
-        self.delivered: dict[Value, Value] = {}  # what a parameter was given, whatever is made again later
+        self.delivered: dict[Value, Value] = {}  # what a parameter was given, even if it is made again later
         self.nodes: list[Node] = []
         self.bases: list[tuple[int, ...]] = []
 
@@ -99,7 +99,7 @@ class _Rebuilder:
         return tuple(Update(item.input, self._resolve(item.value)) for item in self.base.updates)
 
     def _resolve(self, value: Value) -> Value:
-        """The current version of a value; a view is made anew if what it is a view of was."""
+        """The current version of a value; a view is made again if what it looks at was made again."""
         if value not in self.makers:
             return self.current.get(value, value)
         position, node = self.makers[value]
@@ -125,7 +125,7 @@ class _Rebuilder:
     def _append(
         self, node: Node, bases: tuple[int, ...], inputs: tuple[Value, ...], task: Task | None = None
     ) -> tuple[Value | None, ...]:
-        """Without a task of its own, a node runs for the first time or makes something again."""
+        """Add a node. Without a task of its own, it runs for the first time or makes something again."""
         resolved = dict(zip(node.inputs, inputs, strict=True))
         is_again = any(value in self.num_versions for value in node.named_outputs)
         outputs = tuple(None if value is None else self._version(value) for value in node.outputs)

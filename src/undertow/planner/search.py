@@ -4,9 +4,8 @@ In: an `Instance`, a budget, an order mode, starting schedules. Out: `Solution`,
 before it is returned, or None when no schedule within the budget was found.
 
 The search anneals (see `annealing`) from every starting schedule (the base order, when none is given), then once more
-from the best found.
-Deterministic: the work is counted in moves; `time_limit_s` only ends a search that takes far longer than expected, and
-then the result depends on the machine.
+from the best found. It is deterministic: the work is counted in moves. Only a search that takes far longer than
+expected is ended by `time_limit_s`, and its result then depends on the machine.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from undertow.planner.sequence import current_schedule, make_sequence
 from undertow.planner.state import MAXIMUM_STACK
 
 # Temperatures in mean durations of a kind. On the public graphs one long cycle from hot beats many short ones; a search
-# with few moves per kind cannot cool down from that, and starts warm.
+# with few moves per kind cannot cool down from hot, and starts warm.
 HOT, WARM, COLD = 10.0, 0.5, 0.02
-FROZEN = 1e-6  # only what saves time is taken: an encoding that nothing needs may cost a thousandth of a mean duration
+FROZEN = 1e-6  # accepts only what saves time: an encoding that nothing needs may cost a thousandth of a mean duration
 HOT_MOVES_PER_KIND = 40_000
 # Moves of a whole search: enough for small instances to settle, fewer for large ones, where a move costs more.
 MOVES_PER_KIND, MOVES_TIMES_KINDS_SQUARED = 40_000, 10**13
 FEWEST_MOVES, MOST_MOVES = 800_000, 25_000_000
-# Of these moves: a long cycle, one that starts over without melting (better where few re-runs are needed), and a last
+# Shares of these moves: a long cycle, one that starts over warm (better where few repetitions are needed), and a last
 # one from the best schedule.
 HOT_SHARE, WARM_SHARE, LAST_SHARE = 0.6, 0.2, 0.2
 ANY_TIME = 2.0**62  # a goal that any schedule within the budget meets
 PRECISION = 0.002  # of the least peak, in bytes per byte
-CHUNKS_PER_CYCLE = 16  # the clock and the goal are looked at in between
+CHUNKS_PER_CYCLE = 16  # between them the clock and the goal are checked
 # Relative change of the price per window of moves; short searches take larger steps, so that the price can still rise
 # by a factor of 10**4 (from "hardly matters" to "must fit") in an eighth of their windows.
 LEAST_PRICE_STEP, MOST_PRICE_STEP, PRICE_RISE = 0.02, 0.5, 8 * math.log(1e4)
@@ -44,7 +43,7 @@ LEAST_PRICE_STEP, MOST_PRICE_STEP, PRICE_RISE = 0.02, 0.5, 8 * math.log(1e4)
 
 @dataclass(frozen=True)
 class Solution:
-    """A valid schedule with what the reference replay says of it."""
+    """A valid schedule with its time and peak by the reference replay."""
 
     schedule: Int64s
     time: int
@@ -87,7 +86,7 @@ class _Annealer:
         for chunk in range(CHUNKS_PER_CYCLE):
             num_chunk = max(1, num_moves // CHUNKS_PER_CYCLE)
             warm, cool = float(temperatures[chunk]), float(temperatures[chunk + 1])
-            with np.errstate(over="ignore"):  # the random numbers wrap around, which NumPy reports without Numba
+            with np.errstate(over="ignore"):  # the random numbers wrap around; without Numba, NumPy reports it
                 anneal(state, kinds, self.record, self.weights, num_chunk, warm, cool, price_step, goal_time)
             self.num_moves += num_chunk
             if self.is_finished(goal_time):
@@ -104,7 +103,7 @@ def _solution(
     if is_fixed_order:
         check_first_runs_in_order(instance, schedule)
     if found.peak_bytes > budget_bytes:
-        raise AssertionError(f"search: replay holds {found.peak_bytes} bytes, the budget is {budget_bytes}")
+        raise AssertionError(f"search: the replay needs {found.peak_bytes} bytes, the budget is {budget_bytes}")
     return Solution(schedule, found.time, found.peak_bytes, num_moves)
 
 
@@ -136,7 +135,7 @@ def search(
     goal_time = float(lower_bound_time)
     hot = HOT * num_moves / (HOT_MOVES_PER_KIND * max(1, instance.num_kinds))
     hot = min(HOT, max(WARM, hot))
-    # A starting schedule that was worth giving is not worth melting.
+    # A given schedule is worth more than what a hot start would leave of it.
     given_share = (HOT_SHARE + WARM_SHARE) / max(1, len(starts))
     cycles = [(np.asarray(start, np.int64), given_share, given_temperature) for start in starts]
     for start, share, temperature in cycles or [(instance.order, HOT_SHARE, hot), (instance.order, WARM_SHARE, WARM)]:
@@ -160,7 +159,7 @@ def minimum_peak(
     num_moves: int,
     time_limit_s: float = math.inf,
 ) -> Solution:
-    """The schedule of the smallest peak found: bisection between a budget not to be met and the best peak so far."""
+    """The schedule of the smallest peak found, by bisection between a budget that cannot be met and the best peak."""
     deadline_s = time.perf_counter() + time_limit_s
     best = _solution(instance, start, 2**62, is_fixed_order, 0)
     low = too_low_bytes

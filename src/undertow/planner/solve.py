@@ -1,8 +1,8 @@
 """Solving a bare graph: what `undertow solve` does with a file of sizes, times and links.
 
 In: an Instance, a share of its base peak, an order mode. Out: the fastest schedule found, its gap to a proved bound.
-Several searches run beside each other, one per thread, each with a seed of its own; the fastest counts, the first of
-equals. They end by their number of moves, so that the result does not depend on the machine unless time runs out.
+Several searches run at the same time, one per thread, each with a seed of its own. The fastest result counts, the first
+of equals. A search ends after a number of moves, so the result does not depend on the machine unless time runs out.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from undertow.planner.instance import MAXIMUM_TOTAL, Instance, replay
 from undertow.planner.search import Solution, search
 
 NUM_THREADS = 2
-# How many searches: (instances of at most so many kinds, seeds). Together they take 15 to 25 s on two cores.
+# How many searches: (for instances of at most so many kinds, seeds). Together they take 15 to 25 s on two cores.
 SEEDS_BY_KINDS = ((150, 16), (600, 4), (2**62, 2))
 
 
 @dataclass(frozen=True)
 class SolvedGraph:
-    """`extra_time_percent` over the base order without recomputation, None where no schedule was found."""
+    """`extra_time_percent` is relative to the base order without recomputation; None where no schedule was found."""
 
     order: str
     budget_ratio: float
@@ -59,7 +59,7 @@ def solve_graph(
     """The fastest schedule found within `budget_ratio` of the base order's peak."""
     start_s = time.perf_counter()
     base = replay(instance, instance.order)
-    # More than all values together is no limit.
+    # A budget above all values together is no limit.
     budget_bytes = int(min(base.peak_bytes * budget_ratio, MAXIMUM_TOTAL))
     least = lower_bound_peak(instance, is_fixed_order).amount
     bound, found = base.time, None
@@ -88,7 +88,7 @@ def solve_graph(
 
 
 def _percent_over(amount: int, base: int) -> float:
-    """How much more than `base`; 0 % where both are 0, as in a graph whose nodes take no time."""
+    """By how many percent `amount` is above `base`; 0 where both are 0, as in a graph whose nodes take no time."""
     return 100 * (amount - base) / max(base, 1)
 
 

@@ -1,13 +1,13 @@
-"""One flat array that holds an instance and a schedule under edit, so that compiled code passes a single argument.
+"""One flat array with an instance and a schedule under edit, so that compiled code passes a single argument.
 
-In: an `Instance`, an order mode and a valid schedule. Out: an int64 array. Its first words are the numbers and the
-offsets named below; `at(state, SLOT_OF, run)` reads column SLOT_OF at `run`, and `state[state[SLOT_OF] + run] = slot`
-writes it.
+In: an `Instance`, an order mode, how often each kind runs. Out: an int64 array. Its first words are the numbers and the
+offsets named below; `at(state, POSITION_OF, run)` reads column POSITION_OF at `run`, and
+`state[state[POSITION_OF] + run] = position` writes it.
 
 Why not a tuple of arrays or a class: Numba passes every array as seven words and compiles each of them into every
 function; with some thirty columns that made compiling take 40 s, and the calls cost more than the work.
 
-Does not: know what a valid edit is (see `sequence`).
+Does not know what a valid edit is (see `sequence`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from undertow.kernels.compiler import numba
 from undertow.planner.instance import Instance, Int64s
 
-READ, WRITE, DESTROY = 0, 1, 2  # how a run uses a value; a destroying read ends its stretch for good
-START, END = 0, 1  # the two runs that are no runs: START writes the initial values, END reads the targets
+READ, WRITE, DESTROY = 0, 1, 2  # how a run uses a value; after a destroying read it cannot be read
+START, END = 0, 1  # two runs that compute nothing: START writes the initial values, END reads the targets
 
 NUMBERS = range(12)
 # Numbers of the schedule under edit, then numbers that never change.
@@ -34,18 +34,18 @@ SIZE, WRITER_STARTS, USE_STARTS, NUM_USES = COLUMNS[:4]
 DURATION, WORKSPACE, READ_STARTS, WRITE_STARTS, CAN_REPEAT, REUSE_READ, REUSE_BYTES, IS_BASE = COLUMNS[4:12]
 RUNS_OF_KIND, PINNED_RUN, REPEATED, REPEATED_INDEX = COLUMNS[12:16]
 # By run.
-RUN_KIND, SLOT_OF, NEXT_RUN, PREV_RUN, IS_ACTIVE, LIVE_RUNS, LIVE_INDEX, FREE_RUNS = COLUMNS[16:24]
-# By slot.
+RUN_KIND, POSITION_OF, NEXT_RUN, PREV_RUN, IS_ACTIVE, LIVE_RUNS, LIVE_INDEX, FREE_RUNS = COLUMNS[16:24]
+# By position.
 RUN_AT, PROFILE = COLUMNS[24:26]
-# By an index of their own.
+# By an index of its own.
 TOUCHED, TOUCH_FLAGS, WRITERS, USES, JOURNAL_ENTRY, JOURNAL_RUN, JOURNAL_BEFORE, STACK_RUN, STACK_NEXT = COLUMNS[26:35]
 INITIAL, TARGETS = COLUMNS[35:]
 
-# Re-runs a value and the whole schedule have room for: generous while cheap. A move that needs more is refused.
+# With fewer kinds there is more room for repeated runs, since it costs little. A move that needs more is refused.
 SMALL_KINDS = 3000
 
 
-# For functions that only compiled code calls: without the two entry points, compiling takes a third less time.
+# For functions that only compiled code calls. Without the two entry points, compiling takes a third less time.
 inner: Any = numba.njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
 
 
@@ -55,8 +55,8 @@ def at(state, column, index):
     return state[state[column] + index]
 
 
-def make_arena(instance: Instance, is_fixed_order: bool, num_scheduled: Int64s, seed: int) -> Int64s:
-    """The arena of an instance, its schedule still empty; `num_scheduled` counts the runs of each kind to come."""
+def make_state(instance: Instance, is_fixed_order: bool, num_scheduled: Int64s, seed: int) -> Int64s:
+    """The state of an instance with an empty schedule; `num_scheduled` counts the runs of each kind to come."""
     num_kinds, num_values = instance.num_kinds, instance.num_values
     is_small = num_kinds < SMALL_KINDS
     touched, flags, read_starts, write_starts = _touched(instance)
@@ -86,7 +86,7 @@ def make_arena(instance: Instance, is_fixed_order: bool, num_scheduled: Int64s, 
         REPEATED: np.zeros(num_kinds),
         REPEATED_INDEX: np.full(num_kinds, -1),
         RUN_KIND: np.full(max_runs, -1),
-        SLOT_OF: np.zeros(max_runs),
+        POSITION_OF: np.zeros(max_runs),
         NEXT_RUN: np.full(max_runs, -1),
         PREV_RUN: np.full(max_runs, -1),
         IS_ACTIVE: np.zeros(max_runs),
@@ -119,17 +119,17 @@ def make_arena(instance: Instance, is_fixed_order: bool, num_scheduled: Int64s, 
 
 
 def _touched(instance: Instance) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Per kind the values it reads and then those it writes, with flags, and where both parts begin."""
+    """For each kind the values it reads and then those it writes, with flags, and where both parts begin."""
     reads, writes, destroys = instance.reads, instance.writes, instance.destroys
     # Reads of kind k move up by the writes of the kinds before it, writes by the reads of kinds up to k.
-    read_places = np.arange(len(reads.items)) + writes.starts[reads.owners()]
-    write_places = np.arange(len(writes.items)) + reads.starts[writes.owners() + 1]
+    read_indices = np.arange(len(reads.items)) + writes.starts[reads.owners()]
+    write_indices = np.arange(len(writes.items)) + reads.starts[writes.owners() + 1]
     touched, flags = np.zeros((2, len(reads.items) + len(writes.items)), np.int64)
-    touched[read_places], touched[write_places] = reads.items, writes.items
+    touched[read_indices], touched[write_indices] = reads.items, writes.items
     is_destroyed = np.isin(
         reads.owners() * instance.num_values + reads.items, destroys.owners() * instance.num_values + destroys.items
     )
-    flags[read_places] = np.where(is_destroyed, DESTROY, READ)
-    flags[write_places] = WRITE
+    flags[read_indices] = np.where(is_destroyed, DESTROY, READ)
+    flags[write_indices] = WRITE
     read_starts = reads.starts + writes.starts
     return touched, flags, read_starts, read_starts[:-1] + np.diff(reads.starts)

@@ -1,11 +1,11 @@
 """Curves on disk, so that the second start of the same training plans without a search.
 
-In: an Instance. Out: the schedules that were found for it. A curve is a function of the instance alone, which holds
-every size and every time, so a file is named by the instance's digest and never changes. Processes that find the same
+In: an Instance. Out: the schedules that were found for it. A curve is a function of the instance alone, which has
+every size and every time. So the instance's digest names the file, which never changes. Processes that find the same
 curve write the same file, each whole.
 
-Nothing in a file is believed: each schedule is replayed by the reference, which says its time and its peak. A file that
-cannot be read is searched anew, one that cannot be written is reported and left.
+Nothing in a file is believed: the reference replays each schedule, which gives its time and its peak. Where a file
+cannot be read, the search runs again. Where it cannot be written, a warning says so.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from undertow.kernels.compiler import HAS_NUMBA
 from undertow.planner.instance import Instance, replay
 from undertow.planner.search import Solution
 
-SEARCH = 1  # raised where the search comes to find other schedules: older files are left aside
+SEARCH = 1  # raise it when the search finds other schedules: older files are then ignored
 MAX_FILE_BYTES = 64 << 20  # 30 schedules of half a million runs
 MAX_FILES = 256  # inputs that change shape at every step would fill the disk
 
 
 def load_points(instance: Instance) -> list[Solution] | None:
-    """The points of the curve that was kept for an instance; None where there is none."""
+    """The points of the curve that was stored for an instance; None where there is none."""
     path = _path(instance)
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -40,12 +40,12 @@ def load_points(instance: Instance) -> list[Solution] | None:
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
     with contextlib.suppress(OSError):
-        path.touch()  # the latest used are kept
+        path.touch()  # the latest used stay
     return points
 
 
-def keep_points(instance: Instance, points: Sequence[Solution]) -> None:
-    """Keep the points of a curve for the next process, and let go of what was not used for longest."""
+def store_points(instance: Instance, points: Sequence[Solution]) -> None:
+    """Write the points of a curve for the next process, and delete the files that were not used for longest."""
     path = _path(instance)
     content = save({str(index): point.schedule.astype(np.int32) for index, point in enumerate(points)})
     if len(content) > MAX_FILE_BYTES:
@@ -53,9 +53,12 @@ def keep_points(instance: Instance, points: Sequence[Solution]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content)
-        _forget_oldest(path.parent)
+        _delete_oldest(path.parent)
     except OSError as error:
-        warnings.warn(f"a plan could not be kept in {path}: {error}; planning goes on", stacklevel=2)
+        warnings.warn(
+            f"the curve of a plan could not be written to {path}: {error}; the next process searches again",
+            stacklevel=2,
+        )
 
 
 def _path(instance: Instance) -> Path:
@@ -70,10 +73,10 @@ def _replayed(instance: Instance, schedule: np.ndarray) -> Solution:
     return Solution(schedule.astype(np.int64), found.time, found.peak_bytes, 0)
 
 
-def _forget_oldest(folder: Path) -> None:
+def _delete_oldest(folder: Path) -> None:
     ages = {}
     for path in folder.glob("*.safetensors"):
-        with contextlib.suppress(FileNotFoundError):  # another process may be forgetting it
+        with contextlib.suppress(FileNotFoundError):  # another process may delete it now
             ages[path] = path.stat().st_mtime_ns
     for path in sorted(ages, key=ages.__getitem__)[:-MAX_FILES]:
         path.unlink(missing_ok=True)

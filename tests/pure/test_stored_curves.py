@@ -8,14 +8,14 @@ import pytest
 from planner_instances import tiny
 from safetensors.numpy import load_file, save_file
 
-from undertow.planner import curve, kept_curves
+from undertow.planner import curve, stored_curves
 from undertow.planner.curve import find_curve
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(curve, "LEAST_KEPT_S", -1.0)
+    monkeypatch.setattr(curve, "LEAST_STORED_S", -1.0)
     monkeypatch.setattr(curve, "_KNOWN", type(curve._KNOWN)())
     return tmp_path / "undertow" / "curves"
 
@@ -44,7 +44,7 @@ def test_the_second_process_does_not_search(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "noise", "other kinds", "out of order", "other type", "a folder"])
-def test_a_damaged_file_is_searched_anew(folder, damage):
+def test_a_damaged_file_is_searched_again(folder, damage):
     instance = make(3)
     expected = points_of(find_curve(instance))
     (path,) = folder.iterdir()
@@ -66,21 +66,21 @@ def test_a_damaged_file_is_searched_anew(folder, damage):
         path.mkdir()
     curve._KNOWN.clear()
     if damage == "a folder":
-        with pytest.warns(UserWarning, match="could not be kept"):
+        with pytest.warns(UserWarning, match="could not be written"):
             assert points_of(find_curve(instance)) == expected
     else:
         assert points_of(find_curve(instance)) == expected
 
 
-def test_a_search_that_was_ended_early_is_not_kept(folder):
+def test_a_search_that_was_ended_early_is_not_stored(folder):
     assert not find_curve(make(0), time_limit_s=0).is_complete
     assert not folder.exists()
 
 
-def test_the_latest_used_are_kept(folder, monkeypatch):
-    monkeypatch.setattr(kept_curves, "MAX_FILES", 2)
+def test_the_latest_used_stay(folder, monkeypatch):
+    monkeypatch.setattr(stored_curves, "MAX_FILES", 2)
     for seed in (0, 1, 0, 2):
         curve._KNOWN.clear()
         find_curve(make(seed))
         time.sleep(0.05)  # a file's time is a tick of the kernel's clock
-    assert {path.name for path in folder.iterdir()} == {kept_curves._path(make(seed)).name for seed in (0, 2)}
+    assert {path.name for path in folder.iterdir()} == {stored_curves._path(make(seed)).name for seed in (0, 2)}
