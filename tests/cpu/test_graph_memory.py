@@ -12,7 +12,7 @@ from undertow.runtime.graph_memory import (
     SEGMENT_UNIT_BYTES,
     SMALL_BYTES,
     _Allocator,
-    _play,
+    _simulate,
     copied_output_bytes,
     find_graph_memory,
 )
@@ -54,5 +54,5 @@ def test_a_step_fits_into_the_stretch_that_was_found():
     alive_bytes = plan.peak_bytes - sum(plan.held.values())
     assert found.total_bytes >= found.stretch_bytes
     assert found.total_bytes >= alive_bytes
-    assert _play(plan, found.stretch_bytes).total_bytes + copied_output_bytes(plan.program) == found.total_bytes
+    assert _simulate(plan, found.stretch_bytes).total_bytes + copied_output_bytes(plan.program) == found.total_bytes
     assert found.total_bytes <= 1.2 * alive_bytes + 2 * SEGMENT_UNIT_BYTES + SMALL_BYTES

@@ -34,7 +34,7 @@ def made(monkeypatch):
         return SimpleNamespace(
             num_bytes=num_bytes + (0 if is_whole else 50 << 20),
             is_whole=is_whole,
-            is_held=lambda: sizes.get("held", False),
+            is_in_use=lambda: sizes.get("held", False),
             replay=lambda inputs: log.append("replay") or [torch.zeros(())],
         )
 

@@ -1,4 +1,4 @@
-"""Kernels of our own as operations, and for which nodes they may stand: one file per family, all registered here."""
+"""Undertow's own kernels as operations, and the nodes they may replace: one file per family, all registered here."""
 
 import pkgutil
 from importlib import import_module

@@ -1,4 +1,7 @@
-"""Chains of elementwise operations as one operation, by a generated loop."""
+"""Several elementwise operations in a row as one operation, by a generated loop.
+
+In: the steps, each an operation and its operands. Out: an operation that goes over memory once.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from undertow.ops.own import kernel
 
 
 def _laid_out_like(result: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The loop goes through memory; a cotangent that the user gives may lie in any order, or be one number expanded."""
+    """The loop follows memory order; a cotangent from the user may have any layout, or be one number expanded."""
     if tensor.stride() == result.stride():
         return tensor
     return torch.empty_strided(tensor.shape, result.stride(), dtype=tensor.dtype).copy_(tensor)
@@ -22,7 +25,7 @@ def _laid_out_like(result: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 @operation_maker
 def chain(steps: Any, num_inputs: int) -> Operation:
-    """(tensors of one dense layout) -> the result of the last step; a float among operands is a number."""
+    """(tensors of one dense layout) -> the result of the last step; an operand that is a float is a number."""
 
     @cache
     def compiled() -> Any:

@@ -1,11 +1,11 @@
-"""Convolutions by algorithms of our own: the operations, for which nodes they may stand, and what folds into them.
+"""Convolutions by Undertow's own algorithms: the operations, the nodes they may replace, and what folds into them.
 
-A choice makes the same outputs as the node it stands for, up to rounding; each algorithm states its bound (see
+A choice makes the same outputs as the node it replaces, up to rounding; each algorithm states its bound (see
 `kernels.convolution`).
 
 Each takes and makes channels_last activations; weights and their cotangents are contiguous. The workspace is allocated
-for the call, so that it is measured, and counted, like any kernel's. In evaluation the weights can be prepared by one
-operation and read by another.
+for the call, so that it is measured and counted like any kernel's. In evaluation one operation can prepare the weights
+and another can read them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def prepared_convolution_by(name: str) -> Operation:
 
 
 def prepared_size(name: str, shape: ConvolutionShape) -> int:
-    """How many float32 the prepared weights are."""
+    """How many float32 numbers the prepared weights have."""
     return _prepared_algorithm(name).prepared_bytes(shape) // 4
 
 
@@ -177,7 +177,7 @@ def _backward_bytes(algorithm: Algorithm, shape: ConvolutionShape, wants: tuple[
     return algorithm.workspace_bytes(shape, Pass.BACKWARD_DATA if wants[0] else Pass.BACKWARD_WEIGHT)
 
 
-# Every weight meets every position of the output once, in each pass.
+# In each pass, every weight is multiplied once for every position of the output.
 def _forward_flops(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> int:
     return shape_of(x, weight, *rest[:4]).flops
 
@@ -204,10 +204,10 @@ def _images(tensor: Tensor) -> Tensor: ...
 @overload
 def _images(tensor: None) -> None: ...
 def _images(tensor: Tensor | None) -> Tensor | None:
-    """In channels_last, as the kernels read memory.
+    """The tensor in channels_last, as the kernels read memory.
 
-    A tensor of one channel lies in both layouts, and what PyTorch makes of it may come in the other one. Signs, one bit
-    per element, are no images.
+    A tensor of one channel has both layouts, and what PyTorch makes from it may have the other one. Signs, one bit per
+    element, are no images and stay as they are.
     """
     if tensor is None or tensor.dim() != 4:
         return tensor
@@ -265,7 +265,7 @@ def _parts(name: str, node: Node) -> Iterator[Node]:
 
 @operation_maker
 def convolution_backward_by_signs(name: str) -> Operation:
-    """As `convolution_backward_by`, with one bit per element of y in place of y."""
+    """Like `convolution_backward_by`, with one bit per element of y instead of y."""
     return replace(convolution_backward_by(name), name=f"convolution_backward_by_signs.{_short(name)}")
 
 
@@ -281,14 +281,14 @@ for _name in _BY_NAME:
     register_code(convolution_backward_by(_name), _code)
 
 
-# The loops as written and im2col in one piece are there to be compared with; oneDNN's own is the node as it stands.
+# The plain loops and im2col in one piece are there for comparison; oneDNN's algorithm is the node itself.
 _NEVER_FASTEST = {"plain loops", "im2col", "direct (oneDNN)"}
 CANDIDATES = tuple(item.name for item in ALGORITHMS if item.name not in _NEVER_FASTEST)
 _FORWARD, _BACKWARD = (frozenset(map(make, CANDIDATES)) for make in (convolution_by, convolution_backward_by))
 _PREPARED = {
     item.name: prepared_convolution_by(item.name) for item in ALGORITHMS if isinstance(item, PreparedAlgorithm)
 }
-# What a convolution from prepared weights makes needless where the weights are fixed.
+# Where the weights are fixed, the prepared form makes the plain one needless.
 is_plain_form(torch.ops.aten.convolution.default, CONVOLUTION)
 for _name, _operation in _PREPARED.items():
     is_plain_form(convolution_by(_name), _operation)
@@ -366,17 +366,17 @@ def convolution_backward_choices(node: Node) -> list[Node]:
 
 
 def with_relu(node: Node, result: Value) -> Node:
-    """An own forward convolution that ends with the ReLU behind it."""
+    """One of the forward choices, ending with the ReLU after it."""
     return replace(node, args=(*node.args[:-1], True), outputs=(result,))
 
 
 def with_mask(node: Node, ct: Value, y: Value) -> Node:
-    """An own backward convolution that begins with the ReLU's: `y` is that ReLU's output."""
+    """One of the backward choices, beginning with the backward pass of the ReLU whose output is `y`."""
     return replace(node, args=(ct, *node.args[1:-1], y))
 
 
 def is_own_forward(node: Node) -> bool:
-    """Whether the node is one of the choices above."""
+    """Whether the node is one of the forward choices."""
     return node.target in _FORWARD
 
 
@@ -386,7 +386,7 @@ def is_prepared(node: Node) -> bool:
 
 
 def is_own_backward(node: Node) -> bool:
-    """Whether the node is one of the choices above."""
+    """Whether the node is one of the backward choices."""
     return node.target in _BACKWARD
 
 
@@ -404,7 +404,7 @@ def _able(x: Value, weight: Value, stride: Any, padding: Any, dilation: Any, gro
 
 
 def _is_worth_timing(name: str, shape: ConvolutionShape) -> bool:
-    """Whether an algorithm was ever near the fastest at such shapes: timing all takes minutes on large images."""
+    """Whether an algorithm was ever near the fastest at such shapes. Timing all takes minutes on large images."""
     if name == "fft":
         return shape.num_taps >= 25
     if name == "winograd F(2x2,3x3)":  # 1.8 times the multiplications of F(4x4), less waste at the border

@@ -1,8 +1,8 @@
-"""Several operations run as one: a group, compiled by Inductor into as few passes over memory as it finds.
+"""Several operations run as one: a group, which Inductor compiles into as few passes over memory as it finds.
 
-In: nodes in order, the values they read from outside, the values that leave. Out: an operation that a Program may hold
-like any other, so that the planner times it, repeats it and frees around it. Groups that read the same types and do the
-same are compiled once a process; Inductor keeps what it compiled on disk. A group that was not compiled runs its
+In: nodes in order, the values they read from outside, the values that leave. Out: an operation like any other in a
+Program, so that the planner can time it, repeat it and free values around it. Groups that read the same types and do
+the same are compiled once per process; Inductor stores what it compiled on disk. A group that was not compiled runs its
 operations one by one.
 """
 
@@ -25,7 +25,7 @@ from undertow.ops.interpret import run_node
 
 aten = torch.ops.aten
 
-# Their decompositions add into memory in no fixed order.
+# Not fused: their decompositions add into memory in no fixed order.
 WHOLE = {aten.embedding_dense_backward.default}
 
 _COMPILED: dict[str, Callable[[list[Any]], Sequence[torch.Tensor]]] = {}
@@ -49,8 +49,8 @@ class Group:
     def compile(self) -> None:
         """Have Inductor compile the group, unless one like it was compiled before.
 
-        What Inductor makes is called directly: AOTAutograd's wrapper around it, which sees to aliases and mutations
-        that a group does not have, takes longer than a small kernel.
+        What Inductor makes is called directly. AOTAutograd's wrapper around it handles aliases and mutations, which a
+        group does not have, and takes longer than a small kernel.
         """
         if self.fragment.key in _COMPILED:
             return
@@ -73,16 +73,16 @@ class Group:
     def _as_graph(self) -> torch.fx.GraphModule:
         graph = torch.fx.Graph()
         found: dict[Value, Any] = {
-            value: graph.placeholder(f"v{place}") for place, value in enumerate(self.fragment.reads)
+            value: graph.placeholder(f"v{index}") for index, value in enumerate(self.fragment.reads)
         }
         for node in self.fragment.nodes:
             args = map_values(node.args, found.__getitem__)
             kwargs = {name: map_values(item, found.__getitem__) for name, item in node.kwargs.items()}
             result = graph.call_function(node.target, args, kwargs)
-            for place, value in enumerate(node.outputs):
+            for index, value in enumerate(node.outputs):
                 if value is not None:
                     is_part = node.operation.returns_tuple
-                    found[value] = graph.call_function(operator.getitem, (result, place)) if is_part else result
+                    found[value] = graph.call_function(operator.getitem, (result, index)) if is_part else result
         graph.output(tuple(found[value] for value in self.fragment.makes))
         return torch.fx.GraphModule(torch.nn.Module(), graph)
 
@@ -94,7 +94,7 @@ def _make_example(value: Value) -> torch.Tensor:
 
 @cache
 def is_fusible(operation: Operation) -> bool:
-    """Whether Inductor makes part of a pass over memory of it."""
+    """Whether Inductor can make the operation part of a pass over memory."""
     from torch._inductor.lowering import fallbacks, lowerings
 
     overload = operation.overload
@@ -106,7 +106,7 @@ def is_fusible(operation: Operation) -> bool:
 
 
 def is_free(node: Node) -> bool:
-    """Whether repeating the node within a pass costs nothing: elementwise, nothing summed up or looked up."""
+    """Whether repeating the node within a pass costs nothing: it is elementwise, and sums up or looks up nothing."""
     if node.operation.is_view:
         return True
     largest = max((value.tensor_type.num_elements for value in node.inputs), default=0)
@@ -138,7 +138,7 @@ def _make_parts_again(whole: Fragment, node: Node) -> Iterator[Node]:
 
 
 def _find_parts(whole: Fragment) -> Iterator[Fragment]:
-    """For each result the smaller fragment, if there is one, that makes it elementwise from the others as well."""
+    """For each result, the smaller fragment, if there is one, that makes it elementwise from other results as well."""
     maker = {value: node for node in whole.nodes for value in node.named_outputs}
     for wanted in whole.makes:
         stop = {*whole.reads, *whole.makes} - {wanted}

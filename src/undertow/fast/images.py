@@ -1,4 +1,4 @@
-"""Images as the kernels of our own read them: four dimensions, channels innermost in memory."""
+"""Images as Undertow's own kernels read them: four dimensions, channels innermost in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_channels_last(kind: TensorType) -> bool:
 
 
 def is_float_image(x: Value, *others: Value | None) -> bool:
-    """Whether there are own kernels and they can read x: dense channels_last on the CPU, float32 as the others are."""
+    """Whether Undertow's own kernels can run on x: it is dense channels_last on the CPU, and all are float32."""
     kind = x.tensor_type
     if not HAS_NUMBA:
         return False

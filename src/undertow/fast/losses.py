@@ -1,4 +1,4 @@
-"""Softmax cross entropy over rows of logits as one operation, which keeps one number per row, not the softmax."""
+"""Softmax cross entropy over rows of logits as one operation. One number per row is kept, not the softmax."""
 
 from __future__ import annotations
 

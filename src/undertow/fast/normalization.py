@@ -1,11 +1,11 @@
 """Batch normalisation in two passes over memory, with a residual sum and a ReLU in the second, and layer normalisation
-with each row read once: the operations, and for which nodes they may stand.
+that reads each row once: the operations, and the nodes they may replace.
 
-Batch normalisation makes no difference to the step of ResNet-50: two passes over memory less, and a loop that is a
-little slower than PyTorch's on what lies in the cache. It matters where activations are large.
+Batch normalisation leaves the time of ResNet-50's step as it is: it saves two passes over memory, and its loop is a
+little slower than PyTorch's on what is in the cache. It matters where activations are large.
 
-Batch normalisation takes channels_last activations; in training mode the new running statistics are outputs, as of a
-functional operation. Layer normalisation takes contiguous ones and normalises the last dim.
+Batch normalisation takes channels_last activations. In training mode the new running statistics are outputs, so the
+operation is functional. Layer normalisation takes contiguous activations and normalises the last dim.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _forward(
     out: Out = None,
 ) -> tuple[Tensor, ...]:
     y = given(out, 0, lambda: torch.empty_like(x, memory_format=torch.channels_last))
-    mean, inverse_std = (given(out, place, lambda: x.new_empty(x.shape[1])) for place in (1, 2))
+    mean, inverse_std = (given(out, index, lambda: x.new_empty(x.shape[1])) for index in (1, 2))
     new_mean, new_var = (None if item is None else item.clone() for item in (running_mean, running_var))
     rows, y_rows, other = _rows_of(x), rows_of(y), _rows(residual)
     batch_norm_forward(
@@ -81,7 +81,7 @@ def _backward(
     out: Out = None,
 ) -> tuple[Tensor | None, ...]:
     ct_x = given(out, 0, lambda: torch.empty_like(x, memory_format=torch.channels_last))
-    ct_weight, ct_bias = (given(out, place, lambda: torch.empty_like(mean)) for place in (1, 2))
+    ct_weight, ct_bias = (given(out, index, lambda: torch.empty_like(mean)) for index in (1, 2))
     masked = given(out, 3, lambda: torch.empty_like(x, memory_format=torch.channels_last)) if keeps_masked else None
     rows, masked_rows = _rows_of(x), None if masked is None else rows_of(masked)
     batch_norm_backward(
@@ -120,7 +120,7 @@ def _rows(images: Tensor | None) -> Tensor | None:
 
 
 def _rows_of(images: Tensor) -> Tensor:
-    """Of what PyTorch may have made in the other layout, where a tensor of one channel lies in both."""
+    """The rows of images; a tensor of one channel has both layouts, and PyTorch may have made it in the other one."""
     return rows_of(images.contiguous(memory_format=torch.channels_last))
 
 
@@ -132,12 +132,12 @@ BATCH_NORM = register_kernel("batch_norm.fused", _forward, returns_tuple=True, w
 BATCH_NORM_EVALUATE = register_kernel("batch_norm.evaluate", _evaluate, writes_into=True)
 
 # (ct, x, weight, mean, 1 / standard deviation, y or None, keeps_masked) -> ct_x, ct_weight, ct_bias, masked ct or None
-# y, the output behind a ReLU, masks the cotangent; the residual's cotangent is the masked one.
+# y, the output of the ReLU, masks the cotangent; the residual's cotangent is the masked one.
 BATCH_NORM_BACKWARD = register_kernel("batch_norm_backward.fused", _backward, returns_tuple=True, writes_into=True)
 
-# By the running statistics y = (x - mean) s + bias with s = weight / sqrt(variance + epsilon) is linear: behind a
-# convolution by w with bias b it is the convolution by w s with bias (b - mean) s + bias. Computed in float64, rounded
-# once.
+# With the running statistics, y = (x - mean) s + bias with s = weight / sqrt(variance + epsilon) is linear. After a
+# convolution by w with bias b it is the convolution by w s with bias (b - mean) s + bias. It is computed in float64 and
+# rounded once.
 
 # (weights of the convolution, weight, running variance, epsilon, dim of the channels in the first) -> w s
 FOLD_WEIGHT = register_kernel("fold_weight", _fold_weight, is_preparation=True)
@@ -147,7 +147,7 @@ FOLD_BIAS = register_kernel("fold_bias", _fold_bias, is_preparation=True)
 
 
 def _without_statistics(node: Node, _: Makers) -> Iterator[SecondRun]:
-    """A second run leaves the running statistics alone: the outputs do not depend on them."""
+    """A second run does not update the running statistics: the outputs do not depend on them."""
     yield SecondRun(replace(node, args=(*node.args[:3], None, None, *node.args[5:]), outputs=node.outputs[:3]))
 
 
@@ -156,7 +156,7 @@ register_second_run(BATCH_NORM, _without_statistics)
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, out: Out = None) -> tuple[Tensor, ...]:
     y = given(out, 0, lambda: torch.empty_like(x))
-    mean, inverse_std = (given(out, place, lambda: x.new_empty(*x.shape[:-1], 1)) for place in (1, 2))
+    mean, inverse_std = (given(out, index, lambda: x.new_empty(*x.shape[:-1], 1)) for index in (1, 2))
     rows, y_rows = x.flatten(0, -2), y.flatten(0, -2)
     layer_norm_forward(rows, None, weight, bias, epsilon, y_rows, mean.view(-1), inverse_std.view(-1), None)
     return y, mean, inverse_std
@@ -166,7 +166,7 @@ def _layer_norm_backward(
     ct: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor, out: Out = None
 ) -> tuple[Tensor, ...]:
     ct_x = given(out, 0, lambda: torch.empty_like(x))
-    ct_weight, ct_bias = (given(out, place, lambda: torch.empty_like(weight)) for place in (1, 2))
+    ct_weight, ct_bias = (given(out, index, lambda: torch.empty_like(weight)) for index in (1, 2))
     ct_rows, rows, ct_x_rows = (item.flatten(0, -2) for item in (ct.contiguous(), x, ct_x))
     layer_norm_backward(ct_rows, rows, mean.view(-1), inverse_std.view(-1), weight, ct_x_rows, ct_weight, ct_bias)
     return ct_x, ct_weight, ct_bias
@@ -183,7 +183,7 @@ LAYER_NORM_BACKWARD = register_kernel(
 
 @stands_for(aten.native_batch_norm.default, functional(operation_of(aten.native_batch_norm.default)))
 def batch_norm_choices(node: Node) -> list[Node]:
-    """Other ways to run batch normalisation; of its outputs, evaluation is asked for the first alone."""
+    """Other ways to run batch normalisation; in evaluation only its first output may be used."""
     x, weight, bias, running_mean, running_var, is_training, momentum, epsilon = node.args
     if not is_float_image(x, weight, bias, running_mean):
         return []
@@ -195,7 +195,7 @@ def batch_norm_choices(node: Node) -> list[Node]:
 
 @stands_for(aten._native_batch_norm_legit_no_training.default)
 def batch_norm_evaluation_choices(node: Node) -> list[Node]:
-    """Other ways to run it by the running statistics."""
+    """Other ways to run batch normalisation with the running statistics."""
     x, weight, bias, running_mean, running_var, _, epsilon = node.args
     if not is_float_image(x, weight, bias, running_mean):
         return []
@@ -204,7 +204,7 @@ def batch_norm_evaluation_choices(node: Node) -> list[Node]:
 
 @stands_for(aten.native_batch_norm_backward.default)
 def batch_norm_backward_choices(node: Node) -> list[Node]:
-    """Other ways to run its backward pass in training mode."""
+    """Other ways to run the backward pass of batch normalisation in training mode."""
     ct, x, weight, _, _, mean, inverse_std, is_training, _, _ = node.args
     if not is_training or mean is None or not is_float_image(x, weight):
         return []
@@ -231,7 +231,7 @@ def layer_norm_choices(node: Node) -> list[Node]:
 
 @stands_for(aten.native_layer_norm_backward.default)
 def layer_norm_backward_choices(node: Node) -> list[Node]:
-    """Other ways to run its backward pass."""
+    """Other ways to run the backward pass of layer normalisation."""
     ct, x, shape, mean, inverse_std, weight, bias, _ = node.args
     if not _are_rows(x, shape, weight, bias):
         return []

@@ -1,8 +1,8 @@
-"""Convolutions and products by oneDNN with weights reordered ahead, and what follows them in the same pass.
+"""Convolutions and products by oneDNN with weights reordered ahead, and with what follows them in the same pass.
 
-oneDNN reads weights in blocks of its own. Given plain ones it reorders them in every call, which for few rows or a
-small image takes as long as the arithmetic. A reordered tensor is opaque: PyTorch says neither strides nor bytes of it,
-so its type in a Program is that of the weights it was made from.
+oneDNN reads weights in blocks of its own. It reorders plain weights in every call, which for few rows or a small image
+takes as long as the arithmetic. A reordered tensor is opaque: PyTorch tells neither its strides nor its bytes, so in a
+Program it has the type of the weights it was made from.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def _on_reordered(
     settings_of: Callable[..., tuple[Any, ...]],
     flops: Callable[..., int],
 ) -> Operation:
-    """An operation whose second argument was made by `reorder(weights, *settings)`, where `settings_of(call)` says how.
+    """An operation whose second argument was made by `reorder(weights, *settings)`; `settings_of` finds the settings.
 
-    Timed alone it is given plain tensors, which are reordered before the clock starts.
+    When it is timed alone it gets plain tensors, which are reordered before the clock starts.
     """
 
     def rehearse(x: Tensor, weight: Tensor, *others: Any) -> Callable[[], Any]:
@@ -70,7 +70,7 @@ def _convolve(
         y = onednn._convolution_pointwise.binary(
             x, residual, weight, bias, *geometry, "add", 1.0, unary, [], None
         )  # fmt: skip
-    # With one input channel a tensor lies in both layouts, and PyTorch may take it for the other one.
+    # With one channel a tensor has both layouts, and PyTorch may choose the other one.
     return y.contiguous(memory_format=torch.channels_last)
 
 
@@ -100,7 +100,7 @@ CONVOLUTION = _on_reordered(
 REORDER_PRODUCT = register_kernel("mm_weight.onednn", _reorder_product, is_preparation=True)
 
 # (left, reordered, bias or None, activation) -> activation(left @ right + bias)
-# Activations are named as oneDNN does, with the algorithm behind a blank: "none", "relu", "gelu none", "gelu tanh".
+# Activations have oneDNN's names, and the algorithm after a blank: "none", "relu", "gelu none", "gelu tanh".
 PRODUCT_PREPARED = _on_reordered(
     "mm_prepared.onednn",
     _multiply,

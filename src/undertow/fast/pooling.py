@@ -1,6 +1,6 @@
 """Max pooling of channels_last activations with one-byte codes instead of int64 indices. EXACT: nothing is rounded.
 
-The backward pass reads cotangent and codes alone: the input need not be kept for it.
+The backward pass reads only the cotangent and the codes, so the input need not be kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _forward(
     shape = (*x.shape[:2], *out_size)
     y = given(out, 0, lambda: torch.empty(shape, memory_format=torch.channels_last))
     codes = given(out, 1, lambda: torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last))
-    x = x.contiguous(memory_format=torch.channels_last)  # of one channel it may come in the other layout
+    x = x.contiguous(memory_format=torch.channels_last)  # with one channel it may have the other layout
     max_pool_forward(_innermost(x), kernel, stride, padding, dilation, _innermost(y), _innermost(codes))
     return y, codes
 
@@ -55,14 +55,14 @@ def _innermost(image: Tensor) -> Tensor:
 # (x, kernel, stride, padding, dilation, output size) -> y, codes
 MAX_POOL = register_kernel("max_pool.fused", _forward, returns_tuple=True, writes_into=True)
 
-# The same for the maxima alone, where nobody differentiates.
+# The same for the maxima alone, where nothing is differentiated.
 MAX_POOL_MAXIMA = register_kernel("max_pool.maxima", _maxima, writes_into=True)
 
 # (ct, codes, input size, kernel, stride, padding, dilation) -> ct_x
 MAX_POOL_BACKWARD = register_kernel("max_pool_backward.fused", _backward, writes_into=True)
 
 
-_MOST_PLACES = 256  # in a window: the kernel notes the winner in a byte
+_MAX_WINDOW_SIZE = 256  # the kernel writes the index of the maximum as a byte
 
 
 @stands_for(torch.ops.aten.max_pool2d_with_indices.default)
@@ -76,7 +76,7 @@ def max_pool_choices(node: Node) -> list[Node]:
         return []
     kernel, padding, dilation = (_pair(bound[name]) for name in ("kernel_size", "padding", "dilation"))
     stride = _pair(bound["stride"]) if bound["stride"] else kernel
-    if kernel[0] * kernel[1] > _MOST_PLACES:
+    if kernel[0] * kernel[1] > _MAX_WINDOW_SIZE:
         return []
     args = (x, kernel, stride, padding, dilation, y.tensor_type.shape[2:])
     return [replace(node, operation=MAX_POOL_MAXIMA, args=args, kwargs={}, outputs=(y,))]

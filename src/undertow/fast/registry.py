@@ -1,8 +1,8 @@
-"""For which operations there are other kernels: each family's file says so of its own.
+"""Which operations have other kernels. Each family's file registers its own.
 
-`@stands_for(target, ...)` is for a function from a node to the nodes that may run in its stead. `@prepared_for(target,
-...)` is for one that gives such nodes together with the node that prepares their weights; it is asked where the weights
-are the same in every call. What is chosen among them is `passes/choose.py`'s business: the best measured.
+`@stands_for(target, ...)` registers a function from a node to the nodes that may run instead of it.
+`@prepared_for(target, ...)` registers a function that also gives the node that prepares their weights, for weights that
+are the same in every call. `passes/choose.py` chooses the best measured one among them.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ def prepared_for(*targets: Any) -> Callable[[PreparedChoices], PreparedChoices]:
 
 
 def is_plain_form(plain: Any, prepared: Operation) -> None:
-    """Say that `prepared` is `plain` with its weights prepared: where it can run, the plain one is not tried."""
+    """Register `prepared` as `plain` with its weights prepared: where it can run, the plain one is not tried."""
     _PLAIN_FORMS[prepared] = plain
 
 
 def find_choices(node: Node) -> list[Node]:
-    """Nodes that may run in its stead."""
+    """Nodes that may run instead of this one."""
     return [other for choices in _CHOICES.get(node.target, ()) for other in choices(node)]
 
 
 def find_prepared_choices(node: Node) -> dict[Node, Node]:
-    """Nodes that may run in its stead, each with the one that prepares its weights."""
+    """Nodes that may run instead of this one, each with the node that prepares its weights."""
     return {
         other: preparation for choices in _PREPARED.get(node.target, ()) for other, preparation in choices(node).items()
     }
 
 
 def plain_form_of(operation: Operation) -> Any:
-    """What a kernel with prepared weights is the prepared form of."""
+    """The plain form of a kernel with prepared weights."""
     return _PLAIN_FORMS[operation]

@@ -1,9 +1,10 @@
-"""`keep_memory_mapped`: memory that the C library's allocator was given back stays mapped, for the next step to use.
+"""`keep_memory_mapped`: memory that a step frees stays mapped, for the next step to use.
 
-glibc returns large blocks to the system at once and maps fresh ones for the next tensor; the system then clears every
-page on its first write. Writing into fresh memory runs at a fifth of the speed of writing into memory already mapped,
-and a step of VGG-16 takes 750,000 page faults. Raising two thresholds keeps the blocks. This holds for the
-whole process, changes no result, and is the one global setting that planning makes; `UNDERTOW_MALLOC=off` prevents it.
+In: nothing. Out: whether glibc's thresholds were raised. glibc returns large blocks to the system immediately and maps
+fresh ones for the next tensor; the system then clears every page on its first write. Writing into fresh memory runs at
+a fifth of the speed of writing into mapped memory, and a step of VGG-16 takes 750,000 page faults. With two thresholds
+raised, glibc does not return the blocks. This holds for the whole process, changes no result, and is the one global
+setting that planning makes; `UNDERTOW_MALLOC=off` prevents it.
 
 Does nothing where the C library is not glibc, or where the user has set the thresholds.
 """
@@ -21,7 +22,7 @@ LARGEST = 2**31 - 1
 
 @cache
 def keep_memory_mapped() -> bool:
-    """Raise glibc's thresholds, once per process; returns whether that was done."""
+    """Raise glibc's thresholds, once per process; returns whether they were raised."""
     is_unwanted = os.environ.get("UNDERTOW_MALLOC") == "off"
     is_set = any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"))
     if is_unwanted or is_set or not sys.platform.startswith("linux"):

@@ -1,9 +1,9 @@
-"""The memory that a plan takes as a CUDA graph: PyTorch's caching allocator, played through the step.
+"""The memory that a plan takes as a CUDA graph: PyTorch's caching allocator, simulated over the step.
 
-In: a plan. Out: the stretch of memory with which its graph is to start, and all that it will hold. Tensors that come
-and go leave gaps, and a graph keeps the memory for good: of ResNet-50 and GPT-2, 1 to 10 % more than is alive at once.
-The allocator takes the smallest free block that is large enough, cuts off what is left over, and joins what is free
-side by side. Kernels' workspace is played as one block beside the outputs; several smaller ones may lie otherwise.
+In: a plan. Out: the stretch of memory that its graph starts with, and all the memory that it takes. Tensors that come
+and go leave gaps, and a graph does not return its memory: for ResNet-50 and GPT-2 it is 1 to 10 % more than is alive at
+the same time. The allocator takes the smallest free block that is large enough, cuts off what is left over, and joins
+neighbouring free blocks. A kernel's workspace is simulated as one block; several smaller ones may lie otherwise.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from dataclasses import dataclass
 
 from undertow.ir import InputKind, Plan, Program
 
-# c10/core/AllocatorConfig.h: blocks of up to a MiB come from segments of two, others from such of 20 or their own.
+# c10/core/AllocatorConfig.h: blocks of up to a MiB come from segments of 2 MiB, others from segments of 20 MiB or from
+# segments of their own.
 BLOCK_BYTES = 512
 SMALL_BYTES = 1 << 20
 SMALL_SEGMENT_BYTES = 2 << 20
 MEDIUM_BYTES, MEDIUM_SEGMENT_BYTES = 10 << 20, 20 << 20
 SEGMENT_UNIT_BYTES = 2 << 20
 
-NUM_TRIALS = 6  # each halves what may be too much of the stretch
-_SEGMENT_SPAN = 1 << 48  # between two segments' addresses: they never join
+NUM_TRIALS = 6  # each halves the range in which the least size of the stretch lies
+_SEGMENT_SPAN = 1 << 48  # between the addresses of two segments: their blocks never join
 
 
 @dataclass(frozen=True)
 class GraphMemory:
     """The stretch that a graph starts with, and all that its step takes.
 
-    That is the stretch, segments of small tensors, and the outputs, of which every call hands out copies.
+    The total is the stretch, the segments of small tensors, and the copies of the outputs that a call returns.
     """
 
     stretch_bytes: int
@@ -38,14 +39,14 @@ class GraphMemory:
 
 def find_graph_memory(plan: Plan) -> GraphMemory:
     """The least memory found in which the step of `plan` runs as a graph, copies of its arguments included."""
-    size = least = max(_play(plan, 0).most_bytes, SMALL_BYTES)
+    size = least = max(_simulate(plan, 0).most_bytes, SMALL_BYTES)
     most: int | None = None
     found: dict[int, int] = {}
     for _ in range(NUM_TRIALS):
-        played = _play(plan, size)
-        found[size] = played.total_bytes
-        most = played.total_bytes if most is None else most
-        least, most = (least, size) if played.is_whole else (size, most)
+        simulated = _simulate(plan, size)
+        found[size] = simulated.total_bytes
+        most = simulated.total_bytes if most is None else most
+        least, most = (least, size) if simulated.is_whole else (size, most)
         if least == most:
             break
         size = (least + most) // 2
@@ -54,18 +55,18 @@ def find_graph_memory(plan: Plan) -> GraphMemory:
 
 
 def copied_output_bytes(program: Program) -> int:
-    """The copies of a graph's outputs that its user is given."""
+    """Bytes of the copies of a graph's outputs that the user gets."""
     return sum(_round_up(value.type.allocated_bytes, BLOCK_BYTES) for value in program.outputs)
 
 
 @dataclass(frozen=True)
-class _Played:
+class _Simulated:
     total_bytes: int
-    most_bytes: int  # alive at once in large blocks
-    is_whole: bool  # whether the stretch was enough for these
+    most_bytes: int  # alive at the same time in large blocks
+    is_whole: bool  # whether the stretch was enough for the large blocks
 
 
-def _play(plan: Plan, stretch_bytes: int) -> _Played:
+def _simulate(plan: Plan, stretch_bytes: int) -> _Simulated:
     large, small = _Allocator(is_small=False), _Allocator(is_small=True)
     if stretch_bytes:
         large.add_segment(_round_up(stretch_bytes, SEGMENT_UNIT_BYTES))
@@ -80,7 +81,7 @@ def _play(plan: Plan, stretch_bytes: int) -> _Played:
     sizes, blocks = plan.tables.storage_bytes, {}
     most_bytes = large.alive_bytes
     for storages, freed, workspace_bytes in zip(
-        _births(plan), plan.tables.frees, plan.tables.workspace_bytes, strict=True
+        _made_by_each_node(plan), plan.tables.frees, plan.tables.workspace_bytes, strict=True
     ):
         for storage in storages:
             blocks[storage] = allocator_for(sizes[storage]).allocate(sizes[storage])
@@ -92,10 +93,10 @@ def _play(plan: Plan, stretch_bytes: int) -> _Played:
             if storage in blocks:
                 allocator_for(sizes[storage]).free(*blocks.pop(storage))
     is_whole = large.num_segments == num_segments
-    return _Played(large.segment_bytes + small.segment_bytes, most_bytes, is_whole)
+    return _Simulated(large.segment_bytes + small.segment_bytes, most_bytes, is_whole)
 
 
-def _births(plan: Plan) -> Iterator[list[int]]:
+def _made_by_each_node(plan: Plan) -> Iterator[list[int]]:
     """The storages that each node makes."""
     storage = plan.tables.storage
     known = {storage[item.value] for item in plan.program.inputs}
@@ -106,14 +107,14 @@ def _births(plan: Plan) -> Iterator[list[int]]:
 
 
 class _Allocator:
-    """One of the allocator's two pools."""
+    """One of the two pools of PyTorch's allocator."""
 
     def __init__(self, is_small: bool) -> None:
-        self._least_rest = BLOCK_BYTES if is_small else SMALL_BYTES + 1  # less is not cut off
+        self._least_rest = BLOCK_BYTES if is_small else SMALL_BYTES + 1  # a smaller rest is not cut off
         self._is_small = is_small
         self._free: list[tuple[int, int]] = []  # size and address, the smallest first
-        self._size_at: dict[int, int] = {}  # of free blocks, by where they start
-        self._start_of: dict[int, int] = {}  # and by where they end
+        self._size_at: dict[int, int] = {}  # of free blocks, by their first address
+        self._start_of: dict[int, int] = {}  # of free blocks, by the address after them
         self.num_segments = self.segment_bytes = self.alive_bytes = 0
 
     def add_segment(self, size: int) -> None:
@@ -122,15 +123,15 @@ class _Allocator:
         self._add(self.num_segments * _SEGMENT_SPAN, size)
 
     def allocate(self, num_bytes: int) -> tuple[int, int]:
-        """Address and size of a block; for no bytes there is none."""
+        """Address and size of a block; both are 0 for no bytes."""
         if not num_bytes:
             return 0, 0
         wanted = _round_up(num_bytes, BLOCK_BYTES)
-        place = bisect_left(self._free, (wanted, 0))
-        if place == len(self._free):
+        index = bisect_left(self._free, (wanted, 0))
+        if index == len(self._free):
             self.add_segment(self._segment_for(wanted))
-            place = bisect_left(self._free, (wanted, 0))
-        size, address = self._free[place]
+            index = bisect_left(self._free, (wanted, 0))
+        size, address = self._free[index]
         self._remove(address, size)
         if size - wanted >= self._least_rest:
             self._add(address + wanted, size - wanted)
@@ -139,7 +140,7 @@ class _Allocator:
         return address, size
 
     def free(self, address: int, size: int) -> None:
-        """Give a block back; free neighbours become one with it."""
+        """Give a block back and join it with free neighbours."""
         if not size:
             return
         self.alive_bytes -= size
