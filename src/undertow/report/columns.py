@@ -1,4 +1,4 @@
-"""Text for the terminal: aligned columns of at most 100 characters, sizes, times and bars in plain characters."""
+"""Text for the terminal in plain characters: aligned columns, lines of at most 100 characters, sizes, times, bars."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def wrap(text: str, indent: str = "") -> str:
 
 
 def bar(size: int, largest: int) -> str:
-    """Proportional to the size; anything at all shows."""
+    """A bar as long as the size in proportion; any size above 0 shows."""
     return "#" * max(round(BAR_COLUMNS * size / largest), 1) if size else ""
 
 
 def size_or_dash(num_bytes: int) -> str:
-    """Bytes as a person reads them; nothing is a dash."""
+    """Bytes as a person reads them; 0 is a dash."""
     return format_bytes(num_bytes) if num_bytes else "-"
 
 

@@ -1,7 +1,7 @@
 """What a Plan decided, value by value and layer by layer: kept, recomputed, encoded or written over.
 
-Data only (`reasons.py` finds it): every decision has its bytes, its time, a reason of an enumeration and one sentence
-in plain English. Positions are those of `plan.nodes`. A value belongs to the module whose operation wrote it.
+Data only; `reasons.py` finds it. Every decision has its bytes, its time, a reason from an enumeration and one sentence
+in plain English. Positions are indices into `plan.nodes`. A value belongs to the module whose operation wrote it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Reason(Enum):
     DERIVATIVE_READS_IT = "a derivative reads it"
     RECOMPUTATION_READS_IT = "an operation that runs again reads it"
     IS_OUTPUT = "it is an output, and a derivative reads it"
-    OVER_BUDGET = "held, it would not fit the budget"
-    TOGETHER_OVER_BUDGET = "held with the others that were given up, it would not fit the budget"
+    OVER_BUDGET = "with it the step would not fit the budget"
+    TOGETHER_OVER_BUDGET = "with it and the others that were given up the step would not fit the budget"
     PART_OF_CHAIN = "another value is made again from it"
     NOT_FORCED = "no budget forces it"
     READ_NO_MORE = "nothing reads what was there"
@@ -31,7 +31,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True)
 class Kept:
-    """A value of the forward pass that is held for the backward pass; `recompute_us` is what making it again takes."""
+    """A value of the forward pass that the backward pass reads; `recompute_us` is the time to make it again."""
 
     value: str
     type: str
@@ -48,9 +48,9 @@ class Kept:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Operations that run again, one after the other into the same memory; `saved_bytes` are not held meanwhile.
+    """Operations that run again, one after the other into the same memory; until then `saved_bytes` are free.
 
-    Where the value is there only to make another one again, nothing is saved: it would not have been held anyway.
+    A value that is there only to make another one again saves nothing: it would not have stayed alive anyway.
     """
 
     value: str
@@ -70,7 +70,7 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A value held in fewer bytes; `encoding` is the operation that makes the code."""
+    """A value stored in fewer bytes; `encoding` is the operation that makes the code."""
 
     value: str
     type: str
@@ -111,12 +111,12 @@ class LayerDecisions:
 
     @property
     def kept_bytes(self) -> int:
-        """Held for the backward pass as they are."""
+        """Bytes kept for the backward pass as they are."""
         return sum(item.num_bytes for item in self.kept)
 
     @property
     def recomputed_bytes(self) -> int:
-        """Not held because their values are made again."""
+        """Bytes saved because their values are made again."""
         return sum(item.saved_bytes for item in self.recomputed)
 
     @property
@@ -141,7 +141,7 @@ class LayerDecisions:
 
     @property
     def extra_us(self) -> float:
-        """Everything that is done to hold less."""
+        """The time of everything that is done to save memory."""
         return self.recompute_us + self.code_us
 
     @property
@@ -151,7 +151,7 @@ class LayerDecisions:
 
     @property
     def decided_bytes(self) -> int:
-        """How much there was to decide about: what is kept, given up and encoded."""
+        """Bytes that there was a decision about: what is kept, given up and encoded."""
         return self.kept_bytes + self.recomputed_bytes + self.encoded_bytes
 
     def totals(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class LayerDecisions:
 
 @dataclass(frozen=True)
 class Decisions:
-    """All that was decided; `total` has the values of all layers, `peak` what the bytes at the peak are."""
+    """All that was decided; `total` has the values of all layers, `peak` says what the bytes at the peak are."""
 
     total: LayerDecisions
     peak: Peak

@@ -1,11 +1,11 @@
 """Where the memory and the arithmetic of a training step go, layer by layer.
 
-In: the Program of a training step, and that of the forward pass alone. Out: an Inspection, data that prints as tables
+In: the plans of a training step and of its forward pass alone. Out: an Inspection, data that prints as tables
 (`tables.py`) and turns into JSON (`to_dict`).
 
 A node belongs to the module that ran it, a node of the backward pass to the module of the operation it derives from.
-Values in the same memory count once: what an in-place operation overwrites, and what views look at. Bytes are those of
-values; workspace inside kernels is not counted, nor is what a tensor without data does not show: the workspace that
+Values in the same memory count once: what an in-place operation overwrites, and what views look at. Only the bytes of
+values count. Not counted are the workspace of kernels, and what a tensor without data does not show: the workspace that
 oneDNN's LSTM keeps for its backward pass.
 """
 
@@ -33,7 +33,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Site:
-    """An operation of the forward pass, and where it stands."""
+    """An operation of the forward pass, and where it is in the model."""
 
     operation: str
     layer: str
@@ -42,7 +42,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory that lives from the forward to the backward pass, and the operations whose derivatives ask for it."""
+    """Memory that lives from the forward to the backward pass, and the operations whose derivatives read it."""
 
     value: str
     type: str
@@ -92,7 +92,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes alive at the moment when most are, by what they are; their sum is the peak."""
+    """The bytes alive at the peak, by what they are."""
 
     parameter_bytes: int
     buffer_bytes: int
@@ -127,7 +127,9 @@ class Inspection:
     inference: Memory
     training: Memory | None
     gradient_bytes: int
-    reread_parameter_bytes: int  # inputs that the backward pass reads again: they live anyway, so they are not kept
+    reread_parameter_bytes: (
+        int  # inputs that the backward pass reads again: they are held anyway, so they do not count as kept
+    )
     reread_batch_bytes: int
     optimizer: OptimizerState | None
     without_rule: tuple[Site, ...]
@@ -164,7 +166,7 @@ class Inspection:
 
     @property
     def flops_ratio(self) -> float | None:
-        """Flops of the backward over those of the forward pass; the rule of thumb is 2."""
+        """Flops of the backward pass over flops of the forward pass; the rule of thumb is 2."""
         return self.backward.flops / self.forward.flops if self.training is not None and self.forward.flops else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,9 +201,9 @@ def inspect_plans(
     unused: Sequence[Input],
     optimizer: OptimizerState | None,
 ) -> Inspection:
-    """The plans of a training step and of its forward pass alone; `kinds` is the class of every module by its path.
+    """The Inspection of a training step; `kinds` is the class of every module by its path.
 
-    `unused` are parameters and buffers that no operation reads: they are no inputs of the Programs, yet take memory.
+    `unused` are parameters and buffers that no operation reads: they are not inputs of the Programs, but take memory.
     """
     step = step_plan.program
     lifetimes = find_lifetimes(step)
@@ -255,7 +257,7 @@ def _make_layers(
 
 
 def _find_kept(program: Program, lifetimes: Lifetimes, makers: dict[Value, Node]) -> dict[str, list[Kept]]:
-    """What the backward pass reads of the forward pass, each memory once, under the layer that last wrote it."""
+    """What the backward pass reads of the forward pass: each storage once, under the layer that last wrote it."""
     names = {value.name: node for node in program.first_pass for value in node.named_outputs}
     readers: dict[Value, dict[Site, None]] = {}
     contents: dict[Value, Value] = {}
@@ -287,8 +289,8 @@ def _written(value: Value, makers: dict[Value, Node]) -> Value:
 
 
 def _output_bytes(program: Program, makers: dict[Value, Node]) -> dict[str, int]:
-    """What leaves each layer: read by the forward pass of another, or returned to the user. Of a view and what it
-    looks at, one counts if both leave."""
+    """Bytes that leave each layer: another layer's forward pass reads them, or the user gets them. If a view and what
+    it looks at both leave, one counts."""
     leaving: dict[Value, None] = {}
     for node in program.first_pass:
         for value in node.inputs:
@@ -346,17 +348,17 @@ def _find_without_rule(program: Program) -> tuple[Site, ...]:
     found: dict[Site, None] = {}
     for node in program.nodes:
         if node.operation.derivative_of is not None:
-            found[Site(_short_name(node.operation.derivative_of.name), *_place(node))] = None
+            found[Site(_short_name(node.operation.derivative_of.name), *_layer_and_location(node))] = None
         elif node.operation.runs_user_code and any(isinstance(value.type, OpaqueType) for value in node.named_outputs):
             found[_site(node)] = None
     return tuple(found)
 
 
 def _site(node: Node) -> Site:
-    return Site(_operation(node), *_place(node))
+    return Site(_operation(node), *_layer_and_location(node))
 
 
-def _place(node: Node) -> tuple[str, str]:
+def _layer_and_location(node: Node) -> tuple[str, str]:
     return node.origin.module_path, node.origin.location
 
 
@@ -365,7 +367,7 @@ def _operation(node: Node) -> str:
 
 
 def _short_name(name: str) -> str:
-    """`add` for `add_.Tensor`: which overload and whether in place is of no interest here."""
+    """`add` for `add_.Tensor`: the overload, and whether it is in-place, do not matter here."""
     return name.partition(".")[0].rstrip("_")
 
 

@@ -1,7 +1,7 @@
 """A Plan as one HTML page that needs nothing else: no network, and no script for its tables.
 
-In: a Plan, and what was measured of it. Out: the page's text. Every name that comes from the user's code is escaped
-where it is written; the page's policy lets only its own script run, and nothing be loaded.
+In: a Plan, and what was measured of it. Out: the page's text. Every name from the user's code is escaped where it is
+written. The page's policy allows only its own script to run, and nothing to be loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from undertow.report.page_tables import (
     measured_table,
     peak_table,
 )
-from undertow.report.peak import WORKSPACE, Holding
+from undertow.report.peak import WORKSPACE, LiveStorage
 from undertow.report.plan_summary import fits, verdict
 from undertow.report.reasons import find_decisions
 from undertow.report.timeline import Timeline, short_name
@@ -78,7 +78,7 @@ def render_page(
         sections.append(section("What this report cannot see", f"<ul>{items}</ul>"))
     sections.append(section("Environment", environment_table(_environment(plan))))
     page = document(title, "".join(sections), moments_of(plan, timeline, picture))
-    # A file name may hold bytes that are no text; they must not keep the page from being written.
+    # A file name may contain bytes that are not text; the page must be written all the same.
     return page.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -97,7 +97,7 @@ def document(title: str, body: str, moments: dict[str, Any]) -> str:
 
 
 def script_json(data: Any) -> str:
-    """JSON that can stand inside a script element: no character of it opens or closes markup."""
+    """JSON that is safe inside a script element: none of its characters opens or closes markup."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -120,7 +120,7 @@ def _header(plan: Plan, title: str, decisions: Decisions) -> str:
         ("Predicted peak", format_bytes(plan.peak_bytes), f"{plan.peak_bytes:,} bytes"),
         ("Budget", "none" if budget is None else format_bytes(budget), "" if budget is None else f"{budget:,} bytes"),
         ("Predicted step", format_us(plan.step_us), "measured costs" if plan.has_measured_costs else "modelled costs"),
-        ("Spent to hold less", format_us(total.extra_us), share),
+        ("Spent to save memory", format_us(total.extra_us), share),
         ("Gap to the bound", f"{plan.gap:.1%}" if plan.lower_bound_ns else "unknown", bound),
     ]
     return (
@@ -149,7 +149,7 @@ def memory_section(plan: Plan, timeline: Timeline, picture: Picture) -> str:
         f'<li><i class="{color_class(label)}"></i>{escape(label)}</li>' for label, size in largest.items() if size
     )
     shown = len(picture.columns)
-    note = f"Bytes held while each of {len(plan.nodes)} operations runs, in their order. "
+    note = f"Bytes alive while each of {len(plan.nodes)} operations runs, in their order. "
     note += f"The fullest of every few is shown, {shown} in all. " if shown < len(plan.nodes) else ""
     if plan.budget_bytes is not None:
         note += f"The budget is {format_bytes(plan.budget_bytes)}. "
@@ -195,7 +195,7 @@ def _band(band: Band) -> dict[str, Any]:
     return found | ({"why": "what the kernel allocates for itself while it runs"} if band.label == WORKSPACE else {})
 
 
-def _value(item: Holding) -> dict[str, Any]:
+def _value(item: LiveStorage) -> dict[str, Any]:
     return {
         "name": item.value,
         "type": item.type,

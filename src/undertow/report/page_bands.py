@@ -1,7 +1,7 @@
-"""Memory over a step as bands that lie on each other. In: a Timeline. Out: Bands over at most `MAX_COLUMNS` moments.
+"""Memory over a step as stacked bands. In: a Timeline. Out: Bands over at most `MAX_COLUMNS` moments.
 
-A band is a value that is large enough to be seen, or all the small ones of one role together, so that a picture of a
-program of thousands of operations stays small. Of operations that share a column, the fullest is shown: the peak is
+A band is a value that is large enough to be seen, or all the small ones of one role together. So the picture of a
+program of thousands of operations stays small. Of operations that share a column, the fullest is shown, so the peak is
 always in the picture.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from undertow.report.peak import WORKSPACE, Holding, holding
+from undertow.report.peak import WORKSPACE, LiveStorage, live_storage
 from undertow.report.timeline import INPUT_ROLES, Life, Role, Timeline
 
 MAX_COLUMNS = 800
@@ -18,29 +18,29 @@ MAX_VALUES = 120  # bands of one value each
 MAX_MEMBERS = 2000  # small values that can be named
 SMALLEST_SHARE = 1 / 250  # of the peak: less is about a pixel of the picture
 
-# From the bottom up. Kept values are freed in the reverse of the order in which they are made: at the bottom they lie
-# still while the others come and go.
+# From the bottom up. Kept values are freed in the reverse of the order in which they are made: at the bottom they do
+# not move while the others come and go.
 STACK = (Role.KEPT, Role.OUTPUT, Role.CODE, Role.GRADIENT, Role.RECOMPUTED, Role.TEMPORARY)
 
-# What lives long and adds up: its small values are told apart by where they come from.
+# What lives long and adds up: its small values are split by the layers they come from.
 SPLIT = (Role.KEPT, Role.CODE, Role.GRADIENT, Role.RECOMPUTED)
-MAX_RUNS = 32
-RUN_SHARE = 1 / 32  # of the peak
+MAX_PARTS = 32
+PART_SHARE = 1 / 32  # of the peak
 
 
 @dataclass(frozen=True)
 class Band:
     """`sizes` are bytes at each column; `members` are the values of a band that has no value of its own.
 
-    `where` says from which layers they come. What `is_held` is there throughout.
+    `where` says from which layers they come. What `is_held` is there throughout the step.
     """
 
     label: str
     sizes: tuple[int, ...]
-    value: Holding | None = None
+    value: LiveStorage | None = None
     where: str = ""
     is_held: bool = False
-    members: tuple[Holding, ...] = ()
+    members: tuple[LiveStorage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,15 @@ def make_picture(timeline: Timeline) -> Picture:
     for role in STACK:
         lives = [life for life in dynamic if timeline.roles[life.number] is role]
         small = [life for life in lives if life.number not in single]
-        for run in _split(small, plan.peak_bytes) if role in SPLIT else [small]:
-            if any(life.num_bytes for life in run):
-                members = tuple(holding(timeline, life) for life in run if life.number in named and life.num_bytes)
-                sizes, where = _sum_sizes(run, columns, len(plan.nodes)), _name_layers(timeline, run)
+        for part in _split(small, plan.peak_bytes) if role in SPLIT else [small]:
+            if any(life.num_bytes for life in part):
+                members = tuple(
+                    live_storage(timeline, life) for life in part if life.number in named and life.num_bytes
+                )
+                sizes, where = _sum_sizes(part, columns, len(plan.nodes)), _name_layers(timeline, part)
                 bands.append(Band(role.value, sizes, where=where, members=members))
         bands += [
-            Band(role.value, _sum_sizes([life], columns, len(plan.nodes)), value=holding(timeline, life))
+            Band(role.value, _sum_sizes([life], columns, len(plan.nodes)), value=live_storage(timeline, life))
             for life in lives
             if life.number in single
         ]
@@ -84,22 +86,22 @@ def make_picture(timeline: Timeline) -> Picture:
 
 
 def _split(lives: Sequence[Life], peak_bytes: int) -> Iterator[list[Life]]:
-    """Runs of values that were made one after the other, each large enough to be seen."""
-    least = max(peak_bytes * RUN_SHARE, sum(life.num_bytes for life in lives) / MAX_RUNS)
-    run: list[Life] = []
+    """Values that were made one after the other, in parts that are large enough to be seen."""
+    least = max(peak_bytes * PART_SHARE, sum(life.num_bytes for life in lives) / MAX_PARTS)
+    part: list[Life] = []
     size = 0
     for life in sorted(lives, key=lambda life: (life.first, life.number)):
-        run.append(life)
+        part.append(life)
         size += life.num_bytes
         if size >= least:
-            yield run
-            run, size = [], 0
-    yield run
+            yield part
+            part, size = [], 0
+    yield part
 
 
 def _name_layers(timeline: Timeline, lives: Sequence[Life]) -> str:
     """The first and the last layer that a band has values of, in the order of the step."""
-    layers = dict.fromkeys(holding(timeline, life).made_by.layer or "(model)" for life in (lives[0], lives[-1]))
+    layers = dict.fromkeys(live_storage(timeline, life).made_by.layer or "(model)" for life in (lives[0], lives[-1]))
     return " to ".join(layers)
 
 

@@ -14,13 +14,13 @@ from html import escape
 from undertow.ir import Plan, format_bytes
 from undertow.report.columns import format_us
 from undertow.report.page_bands import Band, Picture
-from undertow.report.peak import Holding
+from undertow.report.peak import LiveStorage
 
 WIDTH, HEIGHT = 1120, 500
 LEFT, RIGHT, TOP, BOTTOM = 76, 16, 34, 34
 CURVE_HEIGHT = 340
 HEADROOM = 1.06
-MAX_BUDGET_RATIO = 1.5  # a budget further above the peak is named, not drawn: it would flatten everything else
+MAX_BUDGET_RATIO = 1.5  # a budget further above the peak is named but not drawn: it would flatten everything else
 
 KNOWN_LABELS = (
     "parameters",
@@ -55,7 +55,7 @@ def draw_memory(plan: Plan, picture: Picture) -> str:
     parts = [
         f'<svg id="memory" viewBox="0 0 {WIDTH} {HEIGHT}" tabindex="0" role="img" aria-labelledby="memory-title" '
         f'data-left="{LEFT}" data-step="{step:.6f}" data-floor="{floor}" data-scale="{scale:.12g}">'
-        f'<title id="memory-title">Bytes held during each of {len(plan.nodes)} operations; peak '
+        f'<title id="memory-title">Bytes alive during each of {len(plan.nodes)} operations; peak '
         f"{format_bytes(plan.peak_bytes)}</title>"
     ]
     parts += _byte_axis(top_bytes, floor, scale)
@@ -80,7 +80,7 @@ def _draw_bands(bands: Sequence[Band], num_columns: int, step: float, scale: flo
             _outline(start, above[start:end], below[start:end], step, scale, floor)
             for start, end in _stretches(band.sizes)
         )
-        # Neighbours of one colour are told apart by their shade.
+        # Neighbours of one colour differ in shade.
         shade = " shaded" if number % 2 else ""
         yield (
             f'<path class="band {color_class(band.label)}{shade}" d="{outline}">'
@@ -90,7 +90,7 @@ def _draw_bands(bands: Sequence[Band], num_columns: int, step: float, scale: flo
 
 
 def _stretches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Runs of columns at which there is something."""
+    """Stretches of columns at which there is something."""
     start = None
     for column, size in enumerate((*sizes, 0)):
         if size and start is None:
@@ -120,10 +120,10 @@ def _outline(start: int, above: Sequence[int], below: Sequence[int], step: float
 def _band_title(band: Band) -> str:
     if band.value is None:
         return f"{band.label}{band.where and f' of {band.where}'}, at most {format_bytes(max(band.sizes, default=0))}"
-    return describe_holding(band.value)
+    return describe_storage(band.value)
 
 
-def describe_holding(item: Holding) -> str:
+def describe_storage(item: LiveStorage) -> str:
     """One value in a line."""
     where = "  ".join(part for part in (item.made_by.layer, item.made_by.location) if part)
     return f"%{item.value} {format_bytes(item.num_bytes)} {where}: {item.why}"
@@ -172,7 +172,7 @@ def draw_curve(
     low_us, high_us = _widen(min(p[1] for p in shown), max(p[1] for p in shown))
     floor = CURVE_HEIGHT - BOTTOM - 12
 
-    def place(point: tuple[float, float]) -> tuple[float, float]:
+    def to_pixels(point: tuple[float, float]) -> tuple[float, float]:
         x = LEFT + (WIDTH - LEFT - RIGHT) * (point[0] - left_bytes) / (right_bytes - left_bytes)
         return x, floor - (floor - TOP) * (point[1] - low_us) / (high_us - low_us)
 
@@ -181,25 +181,25 @@ def draw_curve(
         f'<title id="curve-title">Time of a step over its peak memory, {len(points)} plans</title>'
     ]
     for tick in number_ticks(high_us, 5, low_us):
-        y = place((left_bytes, tick))[1]
+        y = to_pixels((left_bytes, tick))[1]
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(svg_text(LEFT - 10, y + 4, format_us(tick), "tick", "end"))
     for tick, label in byte_ticks(right_bytes, left_bytes):
-        x = place((tick, low_us))[0]
+        x = to_pixels((tick, low_us))[0]
         parts.append(f'<path class="grid" d="M{x:.1f} {TOP}V{floor}"/>')
         parts.append(svg_text(x, floor + 20, label, "tick", "middle"))
     if plan.budget_bytes is not None and left_bytes <= plan.budget_bytes <= right_bytes:
-        x = place((plan.budget_bytes, low_us))[0]
+        x = to_pixels((plan.budget_bytes, low_us))[0]
         parts.append(f'<path class="budget" d="M{x:.1f} {TOP}V{floor}"/>')
         parts.append(svg_text(x + 6, TOP + 12, "budget", "budget-label", "start"))
     parts.append(svg_text(LEFT - 10, TOP - 14, "time of a step", "tick", "start"))
     parts.append(svg_text(WIDTH - RIGHT, floor + 38, "peak memory", "tick", "end"))
-    line = "L".join(f"{x:.1f} {y:.1f}" for x, y in map(place, points))
+    line = "L".join(f"{x:.1f} {y:.1f}" for x, y in map(to_pixels, points))
     parts.append(f'<path class="line" d="M{line}"/>' if len(points) > 1 else "")
-    parts += [_dot(place(point), point, "point", "") for point in points]
+    parts += [_dot(to_pixels(point), point, "point", "") for point in points]
     if measured is not None:
-        parts.append(_dot(place(measured), measured, "measured", "measured"))
-    parts.append(_dot(place(here), here, "here", "this plan"))
+        parts.append(_dot(to_pixels(measured), measured, "measured", "measured"))
+    parts.append(_dot(to_pixels(here), here, "here", "this plan"))
     return "".join(parts) + "</svg>"
 
 

@@ -1,6 +1,6 @@
-"""The page's script: says what lies under the pointer in the picture of memory, or under a cursor moved by arrow keys.
+"""The page's script: says what is under the pointer in the picture of memory, or under a cursor moved by arrow keys.
 
-It reads the numbers from the page's JSON and writes text nodes only, so that no name in them can become markup.
+It reads the numbers from the page's JSON and writes only text nodes, so that no name in them can become markup.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ SCRIPT = """
     element.textContent = text;
     tip.append(element);
   };
-  const place = (layer, location) => [layer || "(model)", location].filter(Boolean).join("  \\u00b7  ");
+  const where = (layer, location) => [layer || "(model)", location].filter(Boolean).join("  \\u00b7  ");
   const describeBand = (band, index) => {
     const value = band.value;
     if (value) {
       line(`%${value.name}  ${formatBytes(band.size)}`, "title");
       line(`${value.type}, ${band.label}`);
-      line(`${value.operation}  \\u00b7  ${place(value.layer, value.location)}`);
+      line(`${value.operation}  \\u00b7  ${where(value.layer, value.location)}`);
       line(`alive from operation ${Math.max(value.first, 0)} to ${value.last}`);
       line(value.why, "quiet");
       return;
@@ -71,7 +71,7 @@ SCRIPT = """
     const present = (band.members || []).filter((member) => isAlive(member, position));
     present.sort((a, b) => b.size - a.size);
     present.slice(0, 3).forEach((member) => {
-      line(`%${member.name}  ${formatBytes(member.size)}  \\u00b7  ${place(member.layer, member.location)}`);
+      line(`%${member.name}  ${formatBytes(member.size)}  \\u00b7  ${where(member.layer, member.location)}`);
       line(member.why, "quiet");
     });
     if (present.length > 3) line("and others", "quiet");
@@ -82,8 +82,8 @@ SCRIPT = """
     const moment = columns[column];
     if (chosen >= 0) describeBand(bands[chosen], column);
     line(`operation ${moment.position} of ${numNodes}: ${moment.operation}`, chosen >= 0 ? "now" : "title");
-    line(place(moment.layer, moment.location));
-    line(`${formatBytes(moment.live)} held, ${moment.pass} pass, ${moment.duration}`, "quiet");
+    line(where(moment.layer, moment.location));
+    line(`${formatBytes(moment.live)} alive, ${moment.pass} pass, ${moment.duration}`, "quiet");
     tip.hidden = false;
     const box = tip.getBoundingClientRect();
     const isRight = x + 18 + box.width > innerWidth;

@@ -1,24 +1,24 @@
 """The page's style: one sheet for light and dark; no fonts or images are loaded.
 
-Hues follow Okabe and Ito's palette for colour-blind readers (2008), shifted for contrast on either ground; what is held
-throughout is grey, so that colour goes to what the plan decides about.
+Hues follow Okabe and Ito's palette for colour-blind readers (2008), shifted for contrast on a light and a dark page.
+What is held is grey, so that colour shows what the plan decides about.
 """
 
 from __future__ import annotations
 
 STYLE = """
 :root{color-scheme:light dark;
---ground:#fbfbfa;--raised:#fff;--ink:#1d2127;--soft:#565e6b;--faint:#e3e5e8;--accent:#1f66b0;--good:#1b7a4b;--bad:#b3261e;
+--page:#fbfbfa;--raised:#fff;--ink:#1d2127;--soft:#565e6b;--faint:#e3e5e8;--accent:#1f66b0;--good:#1b7a4b;--bad:#b3261e;
 --parameters:#8791a1;--optimizer:#a4acb9;--buffers:#bac0ca;--batch:#cdd2d9;--constants:#c2c5b8;--other:#b7b2a8;
 --kept:#3f7fc4;--codes:#7d5fb2;--recomputed:#e0792b;--gradients:#239a78;--outputs:#c8649f;--temporaries:#e3bd4a;
 --workspace:#a4574f}
 @media(prefers-color-scheme:dark){:root{
---ground:#14161a;--raised:#1b1e24;--ink:#e7e9ec;--soft:#a2aab6;--faint:#30353d;--accent:#7db4f0;--good:#6fd3a0;--bad:#ff9a90;
+--page:#14161a;--raised:#1b1e24;--ink:#e7e9ec;--soft:#a2aab6;--faint:#30353d;--accent:#7db4f0;--good:#6fd3a0;--bad:#ff9a90;
 --parameters:#6f7988;--optimizer:#5a6371;--buffers:#4a525e;--batch:#3d444f;--constants:#55584b;--other:#5e584c;
 --kept:#4f8fd6;--codes:#9b7fd4;--recomputed:#ea8a3d;--gradients:#2fae88;--outputs:#d878b2;--temporaries:#d6b145;
 --workspace:#bb6b62}}
 *{box-sizing:border-box}
-body{margin:0;background:var(--ground);color:var(--ink);
+body{margin:0;background:var(--page);color:var(--ink);
 font:15px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 main{max-width:1180px;margin:0 auto;padding:40px 28px 72px}
 h1{font-size:27px;line-height:1.25;margin:0 0 6px;letter-spacing:-.01em;overflow-wrap:anywhere}
@@ -60,7 +60,7 @@ th{text-align:left;font-weight:600;font-size:13px;color:var(--soft);white-space:
 th,td{padding:6px 14px 6px 0;border-bottom:1px solid var(--faint);vertical-align:top}
 td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 td.name,td.value{overflow-wrap:anywhere;min-width:7em}td.value code{display:inline-block;min-width:16em;max-width:24em}
-td.place{overflow-wrap:anywhere;min-width:13em}td.place small{display:block;font-size:13px;color:var(--soft)}
+td.location{overflow-wrap:anywhere;min-width:13em}td.location small{display:block;font-size:13px;color:var(--soft)}
 code{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
 td.what{white-space:nowrap}td.why{color:var(--soft);min-width:24em}
 .narrow table{width:auto;min-width:min(560px,100%)}.narrow td,.narrow th{padding-right:36px}

@@ -31,7 +31,7 @@ def table(
     total: Sequence[str] = (),
     is_narrow: bool = False,
 ) -> str:
-    """`kinds` is the class of each column; `total` is a last row; without `heads` there is no first one."""
+    """`kinds` is the class of each column; `total` is a last row; without `heads` there is no head row."""
     head = "".join(
         f'<th scope="col"{_class(kind)}>{escape(text)}</th>' for text, kind in zip(heads, kinds, strict=False)
     )
@@ -39,7 +39,7 @@ def table(
     body = "".join(f"<tr>{_cells(row, kinds)}</tr>" for row in rows)
     foot = f'<tr class="total">{_cells(total, kinds)}</tr>' if total else ""
     kind = "table narrow" if is_narrow else "table"
-    # Focusable, so that a table wider than the screen can be scrolled by keys.
+    # Focusable, so that keys can scroll a table wider than the screen.
     return f'<div class="{kind}" tabindex="0"><table>{head}<tbody>{body}{foot}</tbody></table></div>'
 
 
@@ -47,8 +47,8 @@ def peak_table(plan: Plan, peak: Peak) -> str:
     """What the bytes are, with bars."""
     where = ""
     if peak.at is not None:
-        place = " · ".join(part for part in (peak.at.operation, peak.at.layer, peak.at.location) if part)
-        where = f'<p class="note">During operation {peak.position} of {len(plan.nodes)}: {escape(place)}</p>'
+        site = " · ".join(part for part in (peak.at.operation, peak.at.layer, peak.at.location) if part)
+        where = f'<p class="note">During operation {peak.position} of {len(plan.nodes)}: {escape(site)}</p>'
     largest = max((size for _, size in peak.parts), default=1)
     rows = [
         (
@@ -70,13 +70,13 @@ def largest_table(peak: Peak) -> str:
             _code(f"%{item.value}"),
             format_bytes(item.num_bytes),
             Html(f'<i class="{color_class(item.role.value)}"></i>{escape(item.role.value)}'),
-            _place(item.made_by),
+            _site_cell(item.made_by),
             item.why,
         )
         for item in peak.largest
     ]
     heads = ("value", "bytes", "what", "layer", "why it is there")
-    kinds = ("value", "number", "what", "place", "why")
+    kinds = ("value", "number", "what", "location", "why")
     return f"<h3>Its largest values</h3>{table(heads, rows, kinds)}" if rows else ""
 
 
@@ -90,8 +90,8 @@ def layers_table(decisions: Decisions) -> str:
     rows = [(layer.path or "(model)", *_layer_cells(layer)) for layer in decisions.layers if layer.path in shown]
     total = ("all", *_layer_cells(decisions.total))
     note = (
-        '<p class="note">Kept: held for the backward pass. Recomputed: not held, made again. Encoded: held in fewer '
-        "bytes. Written over: a result that lies where its argument lay.</p>"
+        '<p class="note">Kept: stays in memory for the backward pass. Recomputed: freed and made again. Encoded: '
+        "stored in fewer bytes. Written over: a result takes the memory of its argument.</p>"
     )
     left_out = len(decisions.layers) - len(rows)
     rest = f'<p class="note">{left_out} layers with less are left out.</p>' if left_out else ""
@@ -109,9 +109,9 @@ def decision_tables(decisions: Decisions) -> list[str]:
     return [
         _decision_table(
             "Recomputed",
-            f"{format_bytes(total.recomputed_bytes)} less to hold, {format_us(total.recompute_us)}",
+            f"{format_bytes(total.recomputed_bytes)} saved, {format_us(total.recompute_us)}",
             total.recomputed,
-            ("less to hold", "extra time"),
+            ("saved", "extra time"),
             lambda item: (size_or_dash(item.saved_bytes), format_us(item.extra_us)),
             is_open=True,
         ),
@@ -151,7 +151,7 @@ def _decision_table(
             _code(f"%{item.value}"),
             format_bytes(item.num_bytes),
             *cells(item),
-            _place(item.made_by),
+            _site_cell(item.made_by),
             item.sentence,
         )
         for item in shown
@@ -163,7 +163,7 @@ def _decision_table(
             f'<p class="note">{len(items) - len(shown)} smaller ones are left out, {format_bytes(rest)} together.</p>'
         )
     columns = ("value", "bytes", *heads, "layer", "why")
-    kinds = ("value", "number", *("number" for _ in heads), "place", "why")
+    kinds = ("value", "number", *("number" for _ in heads), "location", "why")
     count = f"{len(items)} value{'' if len(items) == 1 else 's'}, {summary}"
     is_open_text = " open" if is_open else ""
     return (
@@ -173,7 +173,7 @@ def _decision_table(
 
 
 def measured_table(plan: Plan, measured: Any, process_bytes: int | None) -> str:
-    """Predicted beside measured, and the process's own memory beside that."""
+    """Predicted and measured peak and time, and the memory of the whole process."""
     rows: list[tuple[str, ...]] = []
     pairs = (
         ("peak memory", float(plan.peak_bytes), None if measured is None else float(measured.peak_bytes), _exact_bytes),
@@ -188,8 +188,8 @@ def measured_table(plan: Plan, measured: Any, process_bytes: int | None) -> str:
     rows.append(("memory of the whole process", "", process, ""))
     kinds = ("", "number", "number", "number")
     note = (
-        '<p class="note">The process holds more than the step: the interpreter, the libraries, and what the allocator '
-        "has not given back.</p>"
+        '<p class="note">The process takes more than the step: the interpreter, the libraries, and what the allocator '
+        "has not returned.</p>"
     )
     found = table(("", "predicted", "measured", "difference"), rows, kinds, is_narrow=True)
     return found + (note if process_bytes is not None else "")
@@ -211,7 +211,7 @@ def environment_table(rows: Sequence[tuple[str, str]]) -> str:
     return table((), rows, ("", "name"), is_narrow=True)
 
 
-def _place(site: Site) -> Html:
+def _site_cell(site: Site) -> Html:
     """The layer, and below it the operation and its line."""
     where = " · ".join(part for part in (site.operation, site.location) if part)
     return Html(f"{escape(site.layer or '(model)')}<small>{escape(where)}</small>")

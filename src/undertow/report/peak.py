@@ -15,8 +15,8 @@ WORKSPACE = "workspace"
 
 
 @dataclass(frozen=True)
-class Holding:
-    """One storage while it is alive: whose it is, from which operation to which, and why."""
+class LiveStorage:
+    """One storage while it is alive: what is in it, from which operation to which, and why."""
 
     value: str
     type: str
@@ -30,13 +30,13 @@ class Holding:
 
 @dataclass(frozen=True)
 class Peak:
-    """`parts` are bytes by what they are, in a fixed order; `largest` the biggest storages among them."""
+    """`parts` are bytes by what they are, in a fixed order; `largest` are the biggest storages among them."""
 
     position: int
     at: Site | None
     num_bytes: int
     parts: tuple[tuple[str, int], ...]
-    largest: tuple[Holding, ...]
+    largest: tuple[LiveStorage, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -50,7 +50,7 @@ class Peak:
 
 
 def find_peak(timeline: Timeline) -> Peak:
-    """The first moment at which the plan holds most."""
+    """The first moment at which most bytes are alive."""
     plan = timeline.plan
     position = plan.live_bytes.index(plan.peak_bytes) if plan.live_bytes else -1
     alive = [life for life in timeline.lives if life.first <= position <= life.last]
@@ -60,12 +60,12 @@ def find_peak(timeline: Timeline) -> Peak:
         at=site_of(timeline.nodes[position]) if position >= 0 else None,
         num_bytes=plan.peak_bytes,
         parts=tuple(parts_at(timeline, position, alive).items()),
-        largest=tuple(holding(timeline, life) for life in largest if life.num_bytes),
+        largest=tuple(live_storage(timeline, life) for life in largest if life.num_bytes),
     )
 
 
 def parts_at(timeline: Timeline, position: int, alive: Sequence[Life]) -> dict[str, int]:
-    """Bytes by what they are while one operation runs; what is held throughout counts as the plan gives it."""
+    """Bytes by what they are while one operation runs; held bytes are those in the plan."""
     parts = {name: size for name, size in timeline.plan.held.items() if size}
     for role in Role:
         if role not in INPUT_ROLES.values():
@@ -76,22 +76,22 @@ def parts_at(timeline: Timeline, position: int, alive: Sequence[Life]) -> dict[s
     return parts | ({WORKSPACE: workspace} if workspace else {})
 
 
-def holding(timeline: Timeline, life: Life) -> Holding:
+def live_storage(timeline: Timeline, life: Life) -> LiveStorage:
     """A storage as it is shown to a reader."""
     role = timeline.roles[life.number]
     if role in INPUT_ROLES.values():
         item = timeline.inputs[life.number]
         site = Site(item.kind.value, item.path.rpartition(".")[0], "")
-        return Holding(
+        return LiveStorage(
             item.path, str(life.root.type), site, role, life.num_bytes, life.first, life.last, _why_input(role)
         )
     content = life.content
     if role is Role.KEPT:
-        # What the backward pass writes over it later is not what it is kept for.
+        # The backward pass may write over it later, but it is kept for what was there before.
         content = timeline.content_before(life, timeline.boundary)
     maker = timeline.makers.get(content.name)
     site = site_of(maker) if maker is not None else Site("cotangent", "", "")
-    return Holding(
+    return LiveStorage(
         content.name, str(content.type), site, role, life.num_bytes, life.first, life.last, _why(timeline, life, role)
     )
 
@@ -109,7 +109,7 @@ def _why(timeline: Timeline, life: Life, role: Role) -> str:
     if role is Role.OUTPUT or not life.is_freed:
         return "handed to the user when the step ends"
     if last_reader is None:
-        return "a result that nothing reads: gone after the operation that makes it"
+        return "a result that nothing reads: freed after the operation that makes it"
     if role is Role.KEPT:
         late = [position for position in life.readers if position >= timeline.boundary]
         names = list_names(list(dict.fromkeys(describe(site_of(timeline.asker(position))) for position in late)))
@@ -119,13 +119,13 @@ def _why(timeline: Timeline, life: Life, role: Role) -> str:
     if role is Role.CODE and timeline.nodes[life.writers[0]].task is Task.RECORD_STATE:
         return f"the generator's state, under which {reader} runs again at operation {last_reader}"
     if role is Role.CODE:
-        return f"held in place of something larger until {reader} reads it at operation {last_reader}"
+        return f"stored instead of something larger until {reader} reads it at operation {last_reader}"
     if role is Role.RECOMPUTED:
         return f"made again at operation {life.first}, last read by {reader} at operation {last_reader}"
     return f"last read by {reader} at operation {last_reader}"
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Three of them, and how many more there are."""
+    """The first three names, and how many more there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

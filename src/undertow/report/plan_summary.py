@@ -1,4 +1,4 @@
-"""A Plan for the terminal: does it fit, how long it takes, where the bytes are at the peak, what was decided and why.
+"""A Plan for the terminal: does it fit, how long does it take, what is in memory at the peak, what was decided and why.
 
 In: a Plan. Out: text of at most 100 columns and plain characters (`print_plan`, and `explain` for one layer), and the
 same numbers as plain data (`plan_to_dict`). Long lists are cut to their largest entries; the data is whole.
@@ -14,7 +14,7 @@ from undertow.errors import CallError
 from undertow.ir import Phase, Plan, format_bytes
 from undertow.report.columns import MAX_COLUMNS, align, bar, cut, cut_middle, format_us, size_or_dash, wrap
 from undertow.report.decisions import Decisions, LayerDecisions, is_within
-from undertow.report.peak import Holding, Peak
+from undertow.report.peak import LiveStorage, Peak
 from undertow.report.reasons import find_decisions
 
 MAX_LAYERS = 40
@@ -45,11 +45,11 @@ def explain(plan: Plan, module_path: str) -> str:
     lines = [
         module_path or "(model)",
         f"kept for the backward pass: {_values(len(chosen.kept), chosen.kept_bytes)}",
-        f"recomputed: {_values(len(chosen.recomputed), chosen.recomputed_bytes)} less to hold, "
+        f"recomputed: {_values(len(chosen.recomputed), chosen.recomputed_bytes)} saved, "
         f"{format_us(chosen.recompute_us)}",
         f"encoded: {_values(len(chosen.encoded), chosen.encoded_bytes)} in {format_bytes(chosen.code_bytes)}, "
         f"{format_us(chosen.code_us)}",
-        f"written over: {_values(len(chosen.written_over), chosen.written_over_bytes)} less to hold",
+        f"written over: {_values(len(chosen.written_over), chosen.written_over_bytes)} saved",
     ]
     parts = ["\n".join(lines)]
     parts += [_largest(at_peak)] if at_peak else []
@@ -70,7 +70,7 @@ def check_module_path(plan: Plan, module_path: str) -> None:
 
 
 def module_paths(plan: Plan) -> list[str]:
-    """Every module of the plan, those that only contain others included, in the order in which they are met."""
+    """Every module of the plan, also those that only contain others, in the order in which they are met."""
     paths = dict.fromkeys(node.origin.module_path for node in plan.nodes)
     paths |= dict.fromkeys(item.path.rpartition(".")[0] for item in plan.program.inputs)
     found = {"": None}
@@ -108,7 +108,7 @@ def fits(plan: Plan) -> bool | None:
 
 
 def verdict(plan: Plan, total: LayerDecisions) -> list[str]:
-    """Does it fit, how long does it take, how near is that to the best: a line each."""
+    """Does it fit, how long does it take, how near is that to the best: one line each."""
     peak = format_bytes(plan.peak_bytes)
     if plan.budget_bytes is None:
         lines = [f"no budget: {peak} predicted at the peak"]
@@ -138,11 +138,11 @@ def verdict(plan: Plan, total: LayerDecisions) -> list[str]:
 
 def _extra(plan: Plan, total: LayerDecisions) -> str:
     if not total.extra_us:
-        return ", nothing of it to hold less"
+        return ", none of it to save memory"
     num_runs = sum(item.num_operations for item in total.recomputed)
     share = f" ({total.extra_us / plan.step_us:.1%})" if plan.step_us else ""
     return (
-        f"; {format_us(total.extra_us)}{share} of it to hold less: {_count(num_runs, 'operation')} run again, "
+        f"; {format_us(total.extra_us)}{share} of it to save memory: {_count(num_runs, 'operation')} run again, "
         f"{_count(len(total.encoded), 'value')} encoded"
     )
 
@@ -155,14 +155,14 @@ def _peak_table(peak: Peak) -> str:
     rows.append(("together", format_bytes(peak.num_bytes)))
     where = ""
     if peak.at is not None:
-        place = "  ".join(part for part in (peak.at.operation, peak.at.layer, peak.at.location) if part)
-        where = f", during operation {peak.position}: {place}"
+        site = "  ".join(part for part in (peak.at.operation, peak.at.layer, peak.at.location) if part)
+        where = f", during operation {peak.position}: {site}"
     return f"{cut_middle(f'memory at the peak{where}', MAX_COLUMNS)}\n{align(rows, '<>><')}"
 
 
-def _largest(holdings: Sequence[Holding]) -> str:
+def _largest(storages: Sequence[LiveStorage]) -> str:
     rows: list[tuple[str, ...]] = [("largest values at the peak", "bytes", "what", "layer", "where")]
-    for item in holdings:
+    for item in storages:
         layer = cut_middle(item.made_by.layer or "(model)", NAME_COLUMNS - 4)
         name = cut_middle(f"%{item.value}", NAME_COLUMNS)
         rows.append((name, format_bytes(item.num_bytes), item.role.value, layer, item.made_by.location))
@@ -205,8 +205,8 @@ def _sentences(title: str, items: Sequence[Any], limit: int | None) -> str:
     shown = sorted(items, key=lambda item: -item.num_bytes)[:limit]
     lines = [title if len(shown) == len(items) else f"{title}: the {len(shown)} largest of {len(items)} values"]
     for item in shown:
-        place = "  ".join(part for part in (item.made_by.layer, item.made_by.location) if part)
-        lines.append(cut(f"  %{item.value}  {format_bytes(item.num_bytes)}  {place}".rstrip(), MAX_COLUMNS))
+        site = "  ".join(part for part in (item.made_by.layer, item.made_by.location) if part)
+        lines.append(cut(f"  %{item.value}  {format_bytes(item.num_bytes)}  {site}".rstrip(), MAX_COLUMNS))
         lines.append(wrap(item.sentence, "    "))
     return "\n".join(lines)
 

@@ -1,11 +1,11 @@
 """Finds what a Plan decided and why. In: a Plan. Out: Decisions.
 
-Whether the budget forces a value out of memory is asked of the plan's own bytes: would it have fitted, held all the
-while, alone, or together with all others that were given up? Where neither is over the budget, nothing forced it.
+The plan's own bytes tell whether the budget forces a value out of memory. Would the step still fit if the value stayed
+alive, alone or together with all others that were given up? If both would fit, nothing forced it.
 
-An operation that reads a code is counted at its own time; what the operation it replaces would have taken is not in a
-Plan, so the extra time of a code is that of encoding and decoding alone. The price of making a kept value again is that
-of its last operation, its arguments being there: a lower bound.
+The extra time of a code is the time of encoding and decoding. An operation that reads a code counts as it is, because a
+Plan does not have the time of the operation that it replaces. The time to make a kept value again is the time of its
+last operation, with its arguments present: a lower bound.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class _Finder:
         self.timeline = timeline
         self.plan = timeline.plan
         self.live = np.array(self.plan.live_bytes, np.int64)
-        self.versions: dict[Value, list[tuple[int, Life]]] = {}  # of a value, where and into which storage it was made
+        self.versions: dict[
+            Value, list[tuple[int, Life]]
+        ] = {}  # for each value, at which positions and in which storages it was made
         for position, node in enumerate(timeline.nodes):
             if not node.operation.is_view:
                 for value in node.named_outputs:
@@ -84,7 +86,7 @@ class _Finder:
             reason = Reason.RECOMPUTATION_READS_IT if is_source else Reason.DERIVATIVE_READS_IT
             reason = Reason.IS_OUTPUT if life in outputs else reason
             names = list_names([describe(site) for site in askers])
-            sentence = f"held during {life.num_nodes_alive} operations because "
+            sentence = f"kept during {life.num_nodes_alive} operations because "
             sentence += f"{names} runs again from it" if is_source else f"the derivative of {names} reads it"
             sentence += "; the user gets it anyway" if reason is Reason.IS_OUTPUT else ""
             sentence += f"; making it again would take {format_us(recompute_us)} or more" if recompute_us else ""
@@ -144,7 +146,7 @@ class _Finder:
             )
 
     def encoded(self) -> Iterator[Encoded]:
-        """What is held as a code."""
+        """What is stored as a code."""
         timeline = self.timeline
         for life in self.codes:
             encode = life.writers[0]
@@ -176,7 +178,7 @@ class _Finder:
             )
 
     def written_over(self) -> Iterator[WrittenOver]:
-        """Results that lie where an argument lay."""
+        """Results that take the memory of an argument."""
         for position, node in enumerate(self.timeline.nodes):
             if not is_written_over(node) or not node.named_outputs:
                 continue
@@ -189,7 +191,7 @@ class _Finder:
                 num_bytes=value.type.num_bytes,
                 position=position,
                 reason=Reason.READ_NO_MORE,
-                sentence=f"lies where %{over.name} lay, which nothing reads again: {size} less to hold",
+                sentence=f"takes the memory of %{over.name}, which nothing reads again: {size} saved",
             )
 
     def _find_groups(self) -> list[_Group]:
@@ -211,7 +213,7 @@ class _Finder:
         return groups
 
     def _absence_of(self, group: _Group) -> _Absence:
-        """What the group's memory would have to hold until it is made again; nothing if only second runs read it."""
+        """The bytes that would stay alive until the group runs again; none if only second runs read them."""
         timeline, start = self.timeline, group.positions[0]
         num_bytes, released_after = 0, -1
         for number in group.storages:
@@ -237,7 +239,7 @@ class _Finder:
         )
 
     def _add_absent(self) -> np.ndarray:
-        """The plan's bytes with everything held that was given up."""
+        """The plan's bytes if everything that was given up stayed alive."""
         change = np.zeros(len(self.live) + 1, np.int64)
         absences = [self._absence_of(group) for group in self.groups] + [self._absence_of_code(c) for c in self.codes]
         for absence in absences:
@@ -251,24 +253,24 @@ class _Finder:
         size, budget = format_bytes(absence.num_bytes), self.plan.budget_bytes
         start, end = absence.released_after + 1, absence.back_at
         if budget is None or start >= end:
-            return Reason.NOT_FORCED, f"no budget forces this; it holds {size} less"
+            return Reason.NOT_FORCED, f"no budget forces this; it saves {size}"
         limit = format_bytes(budget)
         fullest = start + int(self.live[start:end].argmax())
         alone = int(self.live[fullest]) + absence.num_bytes
         if alone > budget:
             where = describe(site_of(self.timeline.nodes[fullest]))
             return Reason.OVER_BUDGET, (
-                f"with its {size} held, {where} would go {format_bytes(alone - budget)} over the budget of {limit}"
+                f"with its {size} in memory, {where} would go {format_bytes(alone - budget)} over the budget of {limit}"
             )
         fullest = start + int(self.with_absent[start:end].argmax())
         together = int(self.with_absent[fullest])
         if together > budget:
             where = describe(site_of(self.timeline.nodes[fullest]))
             return Reason.TOGETHER_OVER_BUDGET, (
-                f"its {size} alone would fit, but with all that was given up held, {where} would go "
+                f"its {size} alone would fit, but with all that was given up in memory, {where} would go "
                 f"{format_bytes(together - budget)} over the budget of {limit}"
             )
-        return Reason.NOT_FORCED, f"the budget alone does not force this, its {size} would fit"
+        return Reason.NOT_FORCED, f"the budget alone does not force this: its {size} would fit"
 
     def _task_of(self, life: Life) -> Task | None:
         return self.timeline.nodes[life.writers[0]].task if life.writers else None
@@ -281,6 +283,6 @@ class _Finder:
 
 
 def _last_position(made_at: int, life: Life) -> int:
-    """The last operation that leaves alone what lies in a storage after the operation at `made_at`."""
+    """The last operation before what was written into a storage at `made_at` is freed or written over."""
     overwritten = [position - 1 for position in life.writers if position > made_at]
     return min([life.last, *overwritten])

@@ -1,6 +1,7 @@
 """The refusal of a budget that cannot be met: the least that fits, what takes the room, and the ways out.
 
-In: the planner of the step, and of the step by kernels of least workspace where there are such. Out: the error.
+In: the planner of the step and, where there is one, the planner of the step by kernels of least workspace. Out: the
+error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def refuse_budget(planner: Planner, smaller: Planner | None, terms: Terms) -> In
     peak = find_peak(Timeline(least))
     parts = dict(peak.parts)
     breakdown = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.parts if size)
-    place = f" at {peak.at.operation} {peak.at.layer} {peak.at.location}".rstrip() if peak.at is not None else ""
+    where = f" at {peak.at.operation} {peak.at.layer} {peak.at.location}".rstrip() if peak.at is not None else ""
     other_bits = None if smaller is None else smaller.smallest.peak_bytes
     if other_bits is not None and other_bits >= least.peak_bytes:
         other_bits = None
@@ -34,14 +35,14 @@ def refuse_budget(planner: Planner, smaller: Planner | None, terms: Terms) -> In
     message = (
         f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) cannot be met: the least found is "
         f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), and less than "
-        f"{format_bytes(lower_bound_bytes)} is impossible. At the peak{place}: {breakdown}. "
+        f"{format_bytes(lower_bound_bytes)} is impossible. At the peak{where}: {breakdown}. "
         f"What would fit: {'; '.join(ways)}"
     )
     return InfeasibleBudget(message, least.peak_bytes, lower_bound_bytes, other_bits)
 
 
 def _ways_out(least: Plan, parts: Mapping[str, int], other_bits: int | None, terms: Terms) -> list[str]:
-    """What would fit, each with about how much it needs; `parts` are those of the least plan's peak."""
+    """What would fit, each with about how much it needs; `parts` are the bytes at the least plan's peak."""
     gradients = parts.get(Role.GRADIENT.value, 0)
     state = parts.get("optimizer state", 0)
     lasting = sum(least.held.values()) - parts.get("batch", 0) + gradients

@@ -1,7 +1,7 @@
 """A run as one HTML page: its curves, the memory of its step, what the plan decided, predicted beside measured.
 
-In: what was recorded of the run, and its plan made again from the recorded costs. Out: the page's text, with the
-machinery and the safety of the plan's own page: no network, no script needed for its tables, every name escaped.
+In: what was recorded of the run, and its plan made again from the recorded costs. Out: the page's text, made and
+protected like a plan's own page: no network, no script needed for its tables, every name escaped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from undertow.report.timeline import Timeline
 
 @dataclass(frozen=True)
 class RunView:
-    """What the page says about a run besides its plan. `tiles` are a name, a value and a note each."""
+    """What the page says about a run in addition to its plan. Each tile is a name, a value and a note."""
 
     title: str
     verdict: str
@@ -61,11 +61,11 @@ def render_run_page(view: RunView, plan: Plan) -> str:
         section("Predicted and measured", measured_table(plan, view.measured, view.process_bytes)),
         section("At the peak", peak_table(plan, decisions.peak), largest_table(decisions.peak)),
         section("What was decided, layer by layer", layers_table(decisions), *decision_tables(decisions)),
-        section("What was asked for", environment_table(view.config)),
+        section("Settings of the run", environment_table(view.config)),
         section("Environment", environment_table(view.environment)),
     ]
     page = document(view.title, "".join(sections), moments_of(plan, timeline, picture))
-    # A file name may hold bytes that are no text; they must not keep the page from being written.
+    # A file name may contain bytes that are not text; the page must be written all the same.
     return page.encode("utf-8", "replace").decode("utf-8")
 
 

@@ -22,7 +22,7 @@ def print_inspection(inspection: Inspection) -> str:
 
 def _memory_table(inspection: Inspection) -> str:
     largest = max((layer.kept_bytes for layer in inspection.layers), default=0)
-    rows: list[tuple[str, ...]] = [("layer", "weights", "output", "kept", "", "kept, asked for by")]
+    rows: list[tuple[str, ...]] = [("layer", "weights", "output", "kept", "", "kept, needed by")]
     for layer in inspection.layers:
         askers = dict.fromkeys(site.operation for item in layer.kept for site in item.asked_for_by)
         rows.append(

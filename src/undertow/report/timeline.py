@@ -1,8 +1,8 @@
-"""What lies in memory during each operation of a Plan, and what each operation is to the plan.
+"""What is in memory during each operation of a Plan, and why.
 
-In: a Plan. Out: a Timeline. A storage (views folded) lives from the operation that makes it to the one after which it
-is freed, as the Plan's tables say; the sum over storages, what is held throughout and the workspace is
-`Plan.live_bytes`. Positions count from 0 and are those of `plan.nodes`.
+In: a Plan. Out: a Timeline. A storage, views included, lives from the operation that makes it to the one after which it
+is freed, as the Plan's tables say. The sum of storages, held bytes and workspace is `Plan.live_bytes`. Positions are
+indices into `plan.nodes`.
 
 A storage has one role for its whole life, even where an operation later writes something else over it.
 """
@@ -54,13 +54,13 @@ class Life:
     num_bytes: int
     first: int  # -1 for inputs
     last: int
-    is_freed: bool  # whether it goes before the step ends
+    is_freed: bool  # whether it is freed before the step ends
     writers: tuple[int, ...]
     readers: tuple[int, ...]
 
     @property
     def num_nodes_alive(self) -> int:
-        """Operations during which it is there."""
+        """Operations during which it is alive."""
         return self.last - self.first + 1
 
 
@@ -102,9 +102,9 @@ class Timeline:
         return {self.nodes[position].task for position in life.readers if position >= self.boundary} == {Task.AGAIN}
 
     def asker(self, position: int) -> Node:
-        """The operation of the forward pass whose derivative the operation at `position` computes, or that itself."""
+        """The operation of the forward pass whose derivative the operation at `position` computes, or the latter."""
         node = self.nodes[position]
-        # The code's reader is derived from what it replaces; an encoding names the value it encodes.
+        # An operation that reads a code is derived from what it replaces; an encoding names the value it encodes.
         return self.makers.get(node.origin.derived_from, node)
 
     def duration_us(self, position: int) -> float:
@@ -113,7 +113,7 @@ class Timeline:
 
     @cached_property
     def roles(self) -> dict[int, Role]:
-        """Of every storage, by its number."""
+        """The role of every storage, by its number."""
         program = self.plan.program
         storage = self.plan.tables.storage
         outputs = {storage[value] for value in (*program.outputs, *(update.value for update in program.updates))}
@@ -137,13 +137,13 @@ class Timeline:
 
 
 def short_name(node: Node) -> str:
-    """`add` for `add_.Tensor`: which overload and whether in place is of no interest to a reader."""
+    """`add` for `add_.Tensor`: the overload, and whether it is in-place, do not matter to a reader."""
     name = node.name.partition(".")[0].rstrip("_")
     return name if node.operation.repeats is None else f"{name} replayed"
 
 
 def site_of(node: Node) -> Site:
-    """The operation and where it stands in the user's code."""
+    """The operation and where it is in the user's code."""
     return Site(short_name(node), node.origin.module_path, node.origin.location)
 
 

@@ -1,8 +1,8 @@
 """A recorded function as a table and as a picture: every node with its value and the loss's derivative at it.
 
-The picture is the classic computation graph, left to right: values above the line, derivatives below it. Nodes are put
-in columns by their longest path from the inputs (Sugiyama et al., 1981) and ordered within a column by the mean height
-of what they read. Not made for graphs of more than about a hundred nodes.
+In: the nodes. Out: a Trace. The picture is the classic computation graph, left to right: values above the line,
+derivatives below it. Nodes are put in columns by their longest path from the inputs (Sugiyama et al., 1981) and ordered
+within a column by the mean height of what they read. Not made for graphs of more than about a hundred nodes.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Trace:
 
     def svg(self) -> str:
         """A self-contained SVG picture."""
-        places = _place(self.nodes)
-        width = max(x for x, _ in places.values()) + BOX_WIDTH + MARGIN
-        height = max(y for _, y in places.values()) + BOX_HEIGHT + MARGIN
-        parts = [_edge(places[source], places[node.name]) for node in self.nodes for source in node.reads]
-        parts += [_box(node, *places[node.name]) for node in self.nodes]
+        corners = _lay_out(self.nodes)
+        width = max(x for x, _ in corners.values()) + BOX_WIDTH + MARGIN
+        height = max(y for _, y in corners.values()) + BOX_HEIGHT + MARGIN
+        parts = [_edge(corners[source], corners[node.name]) for node in self.nodes for source in node.reads]
+        parts += [_box(node, *corners[node.name]) for node in self.nodes]
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
             f"<style>{_STYLE}</style>{''.join(parts)}</svg>"
@@ -71,7 +71,7 @@ _STYLE = (
 )
 
 
-def _place(nodes: tuple[GraphNode, ...]) -> dict[str, tuple[int, int]]:
+def _lay_out(nodes: tuple[GraphNode, ...]) -> dict[str, tuple[int, int]]:
     column: dict[str, int] = {}
     for node in nodes:
         column[node.name] = 1 + max((column[source] for source in node.reads), default=-1)
@@ -80,19 +80,19 @@ def _place(nodes: tuple[GraphNode, ...]) -> dict[str, tuple[int, int]]:
         for source in node.reads:
             readers.setdefault(source, []).append(node.name)
     for node in nodes:
-        if not node.reads and node.name in readers:  # an input stands just before its first reader
+        if not node.reads and node.name in readers:  # an input goes just before its first reader
             column[node.name] = min(column[reader] for reader in readers[node.name]) - 1
     rows: dict[str, float] = {}
     for index in range(max(column.values(), default=0) + 1):
         members = [node for node in nodes if column[node.name] == index]
-        wished = {
+        wanted = {
             node.name: sum(rows[source] for source in node.reads) / len(node.reads) if node.reads else float(order)
             for order, node in enumerate(members)
         }
-        members.sort(key=lambda node: wished[node.name])
+        members.sort(key=lambda node: wanted[node.name])
         lowest = 0.0
         for node in members:
-            rows[node.name] = lowest = max(lowest, wished[node.name])
+            rows[node.name] = lowest = max(lowest, wanted[node.name])
             lowest += 1
     return {
         name: (MARGIN + column[name] * (BOX_WIDTH + COLUMN_GAP), round(MARGIN + rows[name] * (BOX_HEIGHT + ROW_GAP)))
