@@ -1,4 +1,4 @@
-"""On a CUDA device: what eager itself keeps from run to run is kept."""
+"""On a CUDA device: the same bits as eager, with deterministic kernels."""
 
 import copy
 

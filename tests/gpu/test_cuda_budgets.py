@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def most_large_blocks(plan):
-    """The most storages of over a MiB that are alive at once."""
+    """The most storages of over a MiB that are alive at the same time."""
     storage, sizes = plan.tables.storage, plan.tables.storage_bytes
     alive, most = set(), 0
     for node, frees in zip(plan.nodes, plan.tables.frees, strict=True):

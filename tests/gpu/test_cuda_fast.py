@@ -1,4 +1,4 @@
-"""Fast numerics on a GPU: compiled groups beside eager, and within budgets."""
+"""Fast numerics on a GPU: compiled groups agree with eager, also within budgets."""
 
 from __future__ import annotations
 

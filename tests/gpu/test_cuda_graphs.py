@@ -1,4 +1,4 @@
-"""Steps captured as CUDA graphs: the bits of the same step without a graph, and nobody's memory written over."""
+"""Steps captured as CUDA graphs: they have the bits of steps without a graph, and leave the user's memory alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_step(model, **settings):
 
 
 def train(step, model, is_cleared=True):
-    """The loss, the gradients and the buffers of every step, and the generator's state after all."""
+    """The loss, gradients, parameters and buffers of every step, and the generator's state at the end."""
     torch.manual_seed(3)
     found = []
     for batch in batches():
@@ -118,16 +118,16 @@ def test_a_learning_rate_that_changes():
     assert differences(*results) == []
 
 
-def test_what_the_user_holds_is_not_written_over():
+def test_what_the_user_still_has_is_not_written_over():
     model = make_model(dropout=0.0)
     step = make_step(model)
-    kept, copies = [], []
+    results, copies = [], []
     for batch in batches():
         model.zero_grad(set_to_none=True)
-        kept.append([step(*batch), *(item.grad for item in model.parameters())])
-        copies.append([item.clone() for item in kept[-1]])
-    for held, before in zip(kept, copies, strict=True):
-        assert differences(held, before) == []
+        results.append([step(*batch), *(item.grad for item in model.parameters())])
+        copies.append([item.clone() for item in results[-1]])
+    for result, before in zip(results, copies, strict=True):
+        assert differences(result, before) == []
 
 
 def test_parameters_that_are_moved_are_found():
@@ -148,7 +148,7 @@ def test_parameters_that_are_moved_are_found():
     assert is_captured(step)
 
 
-def test_other_shapes_let_go_of_the_graph():
+def test_other_shapes_release_the_graph():
     model = make_model(dropout=0.0)
     step = make_step(model)
     train(step, model)
@@ -160,7 +160,7 @@ def test_other_shapes_let_go_of_the_graph():
     assert len(train(step, model)) > 0 and is_captured(step)
 
 
-def test_what_cannot_be_captured_is_said_and_runs():
+def test_what_cannot_be_captured_runs_and_says_why():
     class Branching(nn.Module):
         def __init__(self):
             super().__init__()
@@ -233,7 +233,7 @@ def test_attention_that_is_run_again():
     assert is_captured(step) or "over the budget" in str(step.plan), step.plan.notes
 
 
-def test_memory_is_given_back():
+def test_release_frees_the_memory():
     model = make_model(dropout=0.0)
     step = make_step(model)
     train(step, model)

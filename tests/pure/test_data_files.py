@@ -54,7 +54,7 @@ def test_idx_folder(tmp_path, pack, end):
     assert abs(whole.mean()) < 1e-6 and abs(whole.std() - 1) < 1e-5
 
 
-def test_images_take_the_models_shape(tmp_path):
+def test_images_take_the_shape_of_the_model(tmp_path):
     write_mnist(tmp_path)
     assert open_data(str(tmp_path), (3, 12, 9)).train[0][0].shape == (3, 12, 9)
     assert open_data(str(tmp_path), (30,)).train[0][0].shape == (30,)
@@ -99,7 +99,8 @@ def test_a_corrupt_gzip(tmp_path, damage):
 
 
 def test_a_gzip_bomb_is_not_unpacked(tmp_path):
-    # The header claims a gibibyte that is not there; and zeros without end stop a byte after the claim.
+    # In the first file the header claims a gibibyte that is not there. The second has many zeros at the end: reading
+    # stops one byte after the claimed size.
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(struct.pack(">BBBB3I", 0, 0, 8, 3, 1024, 1024, 1024)))
     with pytest.raises(DataError, match="more than its"):
@@ -222,7 +223,7 @@ def test_npz_faults(tmp_path, name):
         open_data(str(path), None)
 
 
-def test_npz_without_partners(tmp_path):
+def test_npz_with_inputs_that_lack_targets(tmp_path):
     path = tmp_path / "data.npz"
     numpy.savez(path, x=images(3, 2, 2), y=[1, 2])
     with pytest.raises(DataError, match="3 inputs and 2 targets"):

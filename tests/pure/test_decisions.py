@@ -1,4 +1,4 @@
-"""What a plan decided, on programs small enough to say by hand what every number must be."""
+"""What a plan decided, on programs so small that every number is known by hand."""
 
 import json
 
@@ -29,7 +29,7 @@ HELD = {"parameters": 1000, "batch": UNIT}
 
 
 class Example:
-    """x -> a = cos(x) -> b = exp(a) -> c = relu(b) -> d = bernoulli(c) and back; every derivative reads its own."""
+    """x -> a = cos(x) -> b = exp(a) -> c = relu(b) -> d = bernoulli(c) and back; derivatives read results."""
 
     def __init__(self):
         names = ("x", "a", "b", "c", "d", "ct_d", "ct_c", "ct_b", "ct_a", "ct_x", "a_again", "b_again", "d_again")
@@ -69,7 +69,7 @@ class Example:
         return self.program([*forward, *backward], 4)
 
     def planned(self):
-        """b is made again, a with it and then for itself; c is read as a code by the ReLU's derivative."""
+        """a and b are made again, a for b and for its own derivative. The ReLU's derivative reads c as a code."""
         node = self.node
         first = self.base().nodes
         nodes = [
@@ -105,7 +105,7 @@ def plan_of(budget_bytes=None, **about):
     )
 
 
-def test_bytes_of_every_moment_are_those_of_the_plan():
+def test_bytes_of_every_moment_agree_with_the_plan():
     plan = plan_of()
     timeline = Timeline(plan)
     for position, live in enumerate(plan.live_bytes):
@@ -140,8 +140,8 @@ def reasons(plan):
     return {item.value: item.reason for item in find_decisions(plan).total.recomputed}
 
 
-def test_the_reason_is_the_budget_where_the_value_held_would_not_fit():
-    # b is given up after operation 1, where c is written over it, and made again at 8; a is missing from 1 to 6.
+def test_the_reason_is_the_budget_where_the_value_would_not_fit():
+    # b is given up after operation 1, where c is written over it, and is made again at 8. a is missing from 1 to 6.
     fullest = max(plan_of().live_bytes[2:8])
     assert reasons(plan_of())["b"] is Reason.NOT_FORCED
     assert reasons(plan_of(fullest + UNIT - 1))["b"] is Reason.OVER_BUDGET
@@ -157,7 +157,7 @@ def test_a_value_made_again_only_for_another_saves_nothing():
     nodes[10] = example.node(aten.neg.default, ["ct_a"], "ct_x", "block.first", "a")
     plan = make_plan(example.program(nodes, 5), base=example.base(), bases=bases, repeats=repeats, budget_bytes=1)
     made_again = find_decisions(plan).total.recomputed
-    # exp writes over what cos made: one piece of memory, one decision, two operations.
+    # exp writes over the result of cos: one storage, one decision, two operations.
     assert [(item.value, item.saved_bytes, item.num_operations) for item in made_again] == [("b", UNIT, 2)]
     nodes[9] = example.node(aten.mul.Tensor, ["ct_b", "c"], "ct_a", "block.second", "b")
     nodes[8] = example.node(aten.cat.default, ["a_again"], "b_again", "block.second", task=Task.AGAIN)

@@ -1,4 +1,4 @@
-"""The IR: the checker refuses malformed Programs, the printer is readable and repeatable."""
+"""The IR: the checker refuses malformed Programs; the printer is readable and gives the same text every time."""
 
 from dataclasses import replace
 

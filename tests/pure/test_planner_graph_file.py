@@ -1,4 +1,4 @@
-"""Reading graph files: both formats, and what a hostile file gets told."""
+"""Reading graph files: both formats, and the errors for hostile files."""
 
 from __future__ import annotations
 

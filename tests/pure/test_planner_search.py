@@ -21,7 +21,7 @@ MOVES = 10_000
 
 
 @pytest.mark.parametrize("is_fixed_order", [True, False])
-def test_tiny_instances_are_solved_as_by_exhaustive_search(is_fixed_order):
+def test_tiny_instances_agree_with_exhaustive_search(is_fixed_order):
     num_checked = num_missed = 0
     for seed in range(520) if is_fixed_order else range(520, 1040):
         instance = tiny(seed)
@@ -32,7 +32,7 @@ def test_tiny_instances_are_solved_as_by_exhaustive_search(is_fixed_order):
         assert peak_bound.amount <= points[0][0], seed
         for budget, best_time in points:
             bound = lower_bound_time(instance, budget, is_fixed_order)
-            # Schedules longer than the enumeration may be faster still, so the bound is compared with the search below.
+            # Schedules longer than those enumerated may be faster, so the bound is compared with the search below.
             found = search(instance, budget, is_fixed_order=is_fixed_order, num_moves=MOVES, seed=seed)
             num_checked += 1
             assert bound.amount <= best_time, (seed, budget)
@@ -106,7 +106,7 @@ def test_bounds_know_that_a_single_target_needs_every_kind():
     assert lower_bound_time(instance, 8, False).amount == 15
 
 
-def test_a_value_that_two_kinds_make_once_each_need_not_be_held():
+def test_a_value_that_two_kinds_make_once_each_need_not_stay_alive():
     reads, writes = [[], [1], [0, 2], []], [[0, 1], [2, 3], [4], [0]]
     instance = make_instance(
         [10, 1, 1, 10, 1], [1] * 4, reads, writes, can_repeat=[False] * 4, order=[0, 1, 2], targets=[4]

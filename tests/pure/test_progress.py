@@ -1,4 +1,4 @@
-"""How a run shows itself, on a terminal and in a log."""
+"""How a run shows its progress on a terminal and in a log."""
 
 import io
 

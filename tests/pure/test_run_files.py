@@ -1,4 +1,4 @@
-"""The files of a run: weights that any reader opens, refusals of those that are none, writes that fail, events."""
+"""The files of a run: weights that any reader opens, files that are refused, writes that fail, events."""
 
 import errno
 import json
@@ -99,8 +99,8 @@ def test_a_renamed_archive_of_torch(tmp_path):
         load_checkpoint(path)
 
 
-@pytest.mark.parametrize("place", ["write", "fsync", "replace"])
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch, place):
+@pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch, failing):
     path = tmp_path / "a"
     path.write_bytes(b"old")
 
@@ -109,11 +109,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch, place):
 
     def write(file):
         file.write(b"new")
-        if place == "write":
+        if failing == "write":
             fail()
 
-    if place != "write":
-        monkeypatch.setattr(os, place, fail)
+    if failing != "write":
+        monkeypatch.setattr(os, failing, fail)
     with pytest.raises(FolderError, match="No space left on device; what was there before is unharmed"):
         write_durably(path, write)
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a"]

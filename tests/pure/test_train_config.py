@@ -1,4 +1,4 @@
-"""The config of a run: files that equal flags, and one clear message for each mistake."""
+"""The config of a run: files mean the same as flags, and each mistake has one clear message."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_mistakes(name):
+def test_mistakes_are_named(name):
     given, message = WRONG[name]
     with pytest.raises(CallError) as error:
         make_config({"model": "lenet5", **given}, "here")
