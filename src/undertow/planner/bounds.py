@@ -87,9 +87,7 @@ class Necessity:
         base = instance.order.tolist()
         order = base + sorted(set(range(instance.num_kinds)) - set(base))
         position_of = {kind: position for position, kind in enumerate(order)}
-        everything = (
-            1 << (instance.num_kinds + 1)
-        ) - 1  # with one bit more than there are kinds: what nothing can make
+        everything = (1 << (instance.num_kinds + 1)) - 1  # one bit more than there are kinds: what nothing can make
         initial = set(instance.initial.tolist())
         must = [0 if value in initial else everything for value in range(instance.num_values)]
         must_run = [everything] * instance.num_kinds  # what has run once the kind has run

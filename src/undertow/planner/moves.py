@@ -201,7 +201,7 @@ def _is_useless(state, run):
 
 @inner
 def _remove_with_suppliers(state, run):
-    """Take a run out and then every run whose writes nobody reads any more."""
+    """Take a run out and then every run whose writes nothing reads any more."""
     depth = 1
     state[state[STACK_RUN] + 0] = run
     while depth > 0:

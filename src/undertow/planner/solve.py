@@ -44,7 +44,7 @@ class SolvedGraph:
         if self.extra_time_percent is None:
             return (
                 f"{self.order} order, {self.budget_ratio:.1%} of the base peak: {self.outcome}; "
-                f"no schedule holds less than {self.lower_bound_peak_ratio:.1%} ({self.seconds:.1f} s)"
+                f"no schedule needs less than {self.lower_bound_peak_ratio:.1%} ({self.seconds:.1f} s)"
             )
         return (
             f"{self.order} order, {self.budget_ratio:.1%} of the base peak: {self.extra_time_percent:.3f} % extra time "

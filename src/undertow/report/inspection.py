@@ -127,9 +127,7 @@ class Inspection:
     inference: Memory
     training: Memory | None
     gradient_bytes: int
-    reread_parameter_bytes: (
-        int  # inputs that the backward pass reads again: they are held anyway, so they do not count as kept
-    )
+    reread_parameter_bytes: int  # the backward pass reads these inputs again: they are held, so they are not kept
     reread_batch_bytes: int
     optimizer: OptimizerState | None
     without_rule: tuple[Site, ...]

@@ -1,4 +1,4 @@
-"""A run as one HTML page: its curves, the memory of its step, what the plan decided, predicted beside measured.
+"""A run as one HTML page: its curves, the memory of its step, what the plan decided, what was predicted and measured.
 
 In: what was recorded of the run, and its plan made again from the recorded costs. Out: the page's text, made and
 protected like a plan's own page: no network, no script needed for its tables, every name escaped.
