@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, max_pool2d
 import undertow as ut
 from undertow.kernels.convolution import ALGORITHMS, Pass, shape_of
 from undertow.kernels.convolution.algorithm import UNIT_ROUNDOFF, accumulated_error
-from undertow.kernels.fingerprint import fingerprint, places_of
+from undertow.kernels.fingerprint import fingerprint, sample_addresses
 from undertow.models import SMALL
 
 
@@ -183,7 +183,7 @@ def test_a_write_to_pruned_weights_shows(dtype, keep):
         torch.manual_seed(seed)
         weight = torch.randn(37, 24, 3, 3).to(dtype)
         weight *= keep(torch.rand(weight.shape))
-        places = places_of([weight, torch.zeros(5), torch.zeros(0)])
+        places = sample_addresses([weight, torch.zeros(5), torch.zeros(0)])
         before = fingerprint(places)
         assert fingerprint(places) == before
         weight.mul_(3)

@@ -1,1 +1,1 @@
-"""Own kernels: tensors in, tensors out."""
+"""Undertow's own kernels: tensors in, tensors out."""

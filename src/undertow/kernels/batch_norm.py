@@ -1,17 +1,17 @@
-"""Batch normalisation of dense channels_last activations, with residual add and ReLU around it in the same pass.
+"""Batch normalisation of dense channels_last activations, with residual add and ReLU in the same pass over memory.
 
 In: activations as [rows, channels] float32 (`rows_of` gives the view of an [N, C, H, W] tensor), weight and bias per
-channel. Out: written into the tensors given; nothing but a few rows is allocated. Training reads memory twice: for the
-statistics, then to normalise, add and clamp. Outputs may lie in the memory of an input that is not needed any more.
+channel. Out: written into the given tensors; only a few rows are allocated. Training reads memory twice: for the
+statistics, then to normalise, add and clamp. Outputs may lie in the memory of an input that is no longer needed.
 
 Statistics: sums of x - s and (x - s)^2 over a block of rows in float32, joined across blocks in float64 (Chan, Golub,
 LeVeque 1983). The shift s of a block is the mean of the block before it. Then the sum over blocks of
-n (s - mean of block)^2 is at most 4 sum (x - mean)^2: the squares that are rounded exceed those that are wanted at most
-5 times, so neither a large mean nor a great number of rows costs digits. Only the first block of a chunk is read twice,
-for its own mean. Blocks and chunks depend on the shape alone: any number of threads gives the same bits.
+n (s - mean of block)^2 is at most 4 sum (x - mean)^2: the squares that are rounded sum to at most 5 times the wanted
+squares, so neither a large mean nor many rows cost digits. Only the first block of a chunk is read twice, for its own
+mean. Blocks and chunks depend on the shape alone: any number of threads gives the same bits.
 
 Narrow activations are folded: [rows, channels] is the same memory as [rows / fold, fold * channels], whose inner loop
-is long enough for vectors. Only float32 on the CPU; other layouts than channels_last are not handled.
+is long enough for vectors. Not done: other dtypes than float32, other devices than the CPU, other layouts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from undertow.kernels.threads import run_parallel
 
 # Rows summed in float32 before float64 takes over: at most 32 roundings.
 _BLOCK_ROWS = 32
-# Partial results kept apart, and so the most threads that can help.
+# The number of separate partial results, and so the most threads that can help.
 _MAX_CHUNKS = 16
 # Columns from which the inner loop's start-up no longer shows; wider folds were slower to write (measured on Zen 4).
 _WIDE_COLUMNS = 256
 # Columns worked on together, so that the vectors per column stay in the L1 cache from row to row.
 _PANEL_COLUMNS = 1024
 # Columns added to workspace rows: rows a multiple of 4096 bytes apart compete for the same cache set, and a load waits
-# for a store to the same place of another page.
+# for a store to the same offset in another page.
 _PADDING = 80
 
 Optional = torch.Tensor | None
@@ -58,7 +58,7 @@ def _first_shift(x: Any, first: int, last: int, shift: Any) -> None:
 
 @_loop
 def _add_moments(x: Any, first: int, last: int, shift: Any, center: Any, sums: Any, squares: Any, totals: Any) -> None:
-    """Adds sum(x - center) and sum((x - center)^2) to the totals, then moves the shift to this block's mean."""
+    """Add sum(x - center) and sum((x - center)^2) to the totals, then set the shift to this block's mean."""
     width = x.shape[1]
     x, shift, sums, squares = distinct(x), distinct(shift), distinct(sums), distinct(squares)
     center, totals = distinct(center), distinct(totals)
@@ -84,26 +84,26 @@ def _add_moments(x: Any, first: int, last: int, shift: Any, center: Any, sums: A
     count = numpy.float64(last - first)
     inverse = numpy.float32(1) / numpy.float32(last - first)
     for column in range(width):
-        apart = numpy.float64(shift[column]) - numpy.float64(center[column])
+        distance = numpy.float64(shift[column]) - numpy.float64(center[column])
         deviation = numpy.float64(sums[column])
-        totals[0, column] += deviation + count * apart
-        totals[1, column] += numpy.float64(squares[column]) + (deviation + deviation + count * apart) * apart
+        totals[0, column] += deviation + count * distance
+        totals[1, column] += numpy.float64(squares[column]) + (deviation + deviation + count * distance) * distance
         mean = shift[column] + sums[column] * inverse
         shift[column] = mean if abs(mean) < numpy.float32(numpy.inf) else shift[column]
 
 
 @_loop
 def _join(totals: Any, channels: int) -> None:
-    """Leaves the sums over all chunks and folds in totals[0, :, :channels]."""
+    """Leave the sums over all chunks and folds in totals[0, :, :channels]."""
     totals = distinct(totals)
     for chunk in range(1, totals.shape[0]):
-        for kind in range(2):
+        for moment in range(2):
             for column in range(totals.shape[2]):
-                totals[0, kind, column] += totals[chunk, kind, column]
-    for kind in range(2):
+                totals[0, moment, column] += totals[chunk, moment, column]
+    for moment in range(2):
         for start in range(channels, totals.shape[2], channels):
             for channel in range(channels):
-                totals[0, kind, channel] += totals[0, kind, start + channel]
+                totals[0, moment, channel] += totals[0, moment, start + channel]
 
 
 @_loop
@@ -111,14 +111,14 @@ def _finish_moments(
     totals: Any, center: Any, count: Any, epsilon: Any, momentum: Any, weight: Any, bias: Any,
     running_mean: Any, running_var: Any, mean: Any, inverse_std: Any, tiled: Any,
 ) -> None:  # fmt: skip
-    """Joins the chunks: statistics, running statistics, and the factors of every column of a folded row."""
+    """Join the chunks: statistics, running statistics, and the factors of every column of a folded row."""
     channels = mean.size
     _join(totals, channels)
     for channel in range(channels):
         total, squares = totals[0, 0, channel], totals[0, 1, channel]
         exact = numpy.float64(center[channel]) + total / count
         deviation = squares - total * total / count
-        # Rounding may leave less than nothing; a NaN stays.
+        # Rounding may leave a negative number; a NaN stays.
         variance = (0.0 if deviation < 0 else deviation) / count
         inverse = 1.0 / numpy.sqrt(variance + epsilon)
         mean[channel] = exact
@@ -129,7 +129,7 @@ def _finish_moments(
             unbiased = variance * (count / (count - 1.0))
             running_var[channel] = momentum * unbiased + (1.0 - momentum) * running_var[channel]
         scale = inverse * weight[channel] if weight.size else inverse
-        # The part of the mean that float32 cannot hold goes into the shift.
+        # The part of the mean that float32 cannot represent goes into the shift.
         shift = (numpy.float64(mean[channel]) - exact) * scale
         if bias.size:
             shift += bias[channel]
@@ -171,17 +171,17 @@ def _normalise_add_panel(
 @_loop
 def _normalise_chunk(
     x: Any, first: int, last: int, tiled: Any, residual: Any, has_residual: bool, lowest: Any, buffer: Any, chunk: int,
-    past: bool, out: Any,
+    streams: bool, out: Any,
 ) -> None:  # fmt: skip
     for start in range(0, x.shape[1], _PANEL_COLUMNS):
         width = min(_PANEL_COLUMNS, x.shape[1] - start)
         for row in range(first, last):
-            target, target_row, target_start = (buffer, chunk, 0) if past else (out, row, start)
+            target, target_row, target_start = (buffer, chunk, 0) if streams else (out, row, start)
             if has_residual:
                 _normalise_add_panel(x, row, start, width, tiled, residual, lowest, target, target_row, target_start)
             else:
                 _normalise_panel(x, row, start, width, tiled, lowest, target, target_row, target_start)
-            if past:
+            if streams:
                 store_row(buffer, chunk, out, row, start, width)
     finish_stores()
 
@@ -195,21 +195,21 @@ def _normalise(
     lowest: Any,
     chunk_rows: int,
     buffer: Any,
-    past: bool,
+    streams: bool,
     out: Any,
 ) -> None:
     rows = x.shape[0]
     for index in numba.prange(buffer.shape[0]):
         chunk: Any = numpy.int64(index)
         first, last = chunk * chunk_rows, min(rows, (chunk + 1) * chunk_rows)
-        _normalise_chunk(x, first, last, tiled, residual, has_residual, lowest, buffer, chunk, past, out)
+        _normalise_chunk(x, first, last, tiled, residual, has_residual, lowest, buffer, chunk, streams, out)
 
 
 @_parallel
 def _train(
     x: Any, center: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: Any, epsilon: Any,
     count: Any, residual: Any, has_residual: bool, lowest: Any, chunk_rows: int, work: Any, totals: Any, tiled: Any,
-    past: bool, mean: Any, inverse_std: Any, out: Any,
+    streams: bool, mean: Any, inverse_std: Any, out: Any,
 ) -> None:  # fmt: skip
     rows = x.shape[0]
     for index in numba.prange(totals.shape[0]):
@@ -228,7 +228,7 @@ def _train(
     for index in numba.prange(totals.shape[0]):
         chunk = numpy.int64(index)
         first, last = chunk * chunk_rows, min(rows, (chunk + 1) * chunk_rows)
-        _normalise_chunk(x, first, last, tiled, residual, has_residual, lowest, work, chunk, past, out)
+        _normalise_chunk(x, first, last, tiled, residual, has_residual, lowest, work, chunk, streams, out)
 
 
 @_loop
@@ -331,26 +331,26 @@ def _differentiate_chunk(
     tiled: Any,
     buffer: Any,
     chunk: int,
-    past: bool,
+    streams: bool,
     ct_x: Any,
 ) -> None:
     for start in range(0, x.shape[1], _PANEL_COLUMNS):
         width = min(_PANEL_COLUMNS, x.shape[1] - start)
         for row in range(first, last):
-            target, target_row, target_start = (buffer, chunk, 0) if past else (ct_x, row, start)
+            target, target_row, target_start = (buffer, chunk, 0) if streams else (ct_x, row, start)
             if has_y:
                 _differentiate_masked_panel(ct, x, y, row, start, width, tiled, target, target_row, target_start)
             else:
                 _differentiate_panel(ct, x, row, start, width, tiled, target, target_row, target_start)
-            if past:
+            if streams:
                 store_row(buffer, chunk, ct_x, row, start, width)
     finish_stores()
 
 
 @_parallel
 def _backward(
-    ct: Any, x: Any, y: Any, has_y: bool, masked: Any, keeps_masked: bool, weight: Any, mean: Any, inverse_std: Any,
-    count: Any, chunk_rows: int, work: Any, totals: Any, tiled: Any, past: bool, ct_weight: Any, ct_bias: Any,
+    ct: Any, x: Any, y: Any, has_y: bool, masked: Any, writes_masked: bool, weight: Any, mean: Any, inverse_std: Any,
+    count: Any, chunk_rows: int, work: Any, totals: Any, tiled: Any, streams: bool, ct_weight: Any, ct_bias: Any,
     ct_x: Any,
 ) -> None:  # fmt: skip
     rows = x.shape[0]
@@ -363,7 +363,7 @@ def _backward(
             last = min(end, first + _BLOCK_ROWS)
             sums[:] = 0
             products[:] = 0
-            if keeps_masked:
+            if writes_masked:
                 _mask_rows(ct, y, first, last, masked)
                 _add_products(masked, x, first, last, tiled[0], sums, products)
             elif has_y:
@@ -377,17 +377,17 @@ def _backward(
     for index in numba.prange(totals.shape[0]):
         chunk = numpy.int64(index)
         first, last = chunk * chunk_rows, min(rows, (chunk + 1) * chunk_rows)
-        if keeps_masked:
-            _differentiate_chunk(masked, x, y, False, first, last, tiled, work, chunk, past, ct_x)
+        if writes_masked:
+            _differentiate_chunk(masked, x, y, False, first, last, tiled, work, chunk, streams, ct_x)
         else:
-            _differentiate_chunk(ct, x, y, has_y, first, last, tiled, work, chunk, past, ct_x)
+            _differentiate_chunk(ct, x, y, has_y, first, last, tiled, work, chunk, streams, ct_x)
 
 
-_NOTHING = numpy.empty(0, numpy.float32)
+_EMPTY = numpy.empty(0, numpy.float32)
 
 
 def _vector(tensor: Optional) -> Any:
-    return _NOTHING if tensor is None else tensor.detach().numpy()
+    return _EMPTY if tensor is None else tensor.detach().numpy()
 
 
 def rows_of(activations: torch.Tensor) -> torch.Tensor:
@@ -478,7 +478,7 @@ def batch_norm_evaluate(
 
 
 def _lowest(has_relu: bool) -> Any:
-    """Clamping at minus infinity changes nothing, so one loop serves with and without ReLU. A NaN passes."""
+    """The value to clamp at. At minus infinity nothing changes, so one loop serves with and without ReLU. NaNs pass."""
     return numpy.float32(0 if has_relu else -numpy.inf)
 
 
@@ -494,15 +494,15 @@ def batch_norm_backward(
     ct_bias: torch.Tensor,
     ct_residual: Optional,
 ) -> None:
-    """Cotangents of the training form. With `y`, the output behind a ReLU, ct counts only where y is not <= 0.
+    """Cotangents of the training form. With `y`, the output after a ReLU, ct counts only where y is not <= 0.
 
-    `ct_residual` gets the masked ct; without a ReLU that is ct itself, and it must be None.
+    `ct_residual` gets the masked ct. Without a ReLU it would be ct itself, so it must be None.
 
     With g the masked ct, d = x - mean, i = inverse_std, n rows:
         ct_bias = sum(g)        ct_weight = i sum(g d)        ct_x = weight i (g - sum(g)/n - d i^2 sum(g d)/n)
     """
     if ct_residual is not None and y is None:
-        raise ValueError("batch_norm_backward: ct_residual was asked for without y; it would be ct itself")
+        raise ValueError("batch_norm_backward: ct_residual was given without y; it would be ct itself, so give None")
     shape = _Shape(x.shape[0], x.shape[1], 4)
     torch.from_numpy(shape.tiled)[0, : shape.width].view(shape.fold, x.shape[1])[:] = mean
     wide = shape.view(x)

@@ -1,12 +1,12 @@
 """Batch normalisation a second time, from the statistics that the first run saved: EXACT, one pass instead of three.
 
-In: float32 activations, contiguous or dense channels_last, weight and bias per channel, the saved mean and inverse
-standard deviation; perhaps a residual to add and bounds to clamp to. Out: a new tensor with the bits that PyTorch's
+In: float32 activations, contiguous or dense channels_last; weight and bias per channel; the saved mean and inverse
+standard deviation; optionally a residual to add and bounds to clamp to. Out: a tensor with the bits that PyTorch's
 kernels give one after the other.
 
 PyTorch computes y = x a + b with a = inverse_std weight and b = bias - mean a, each in one rounding where the processor
-has fused multiply-add, for which `contract` allows Numba. Which of PyTorch's builds of the kernel runs depends on the
-machine, so whoever offers this asks `has_pytorch_bits`, which compares.
+has fused multiply-add; `contract` allows Numba to use it. The machine decides which of PyTorch's builds of the kernel
+runs, so callers ask `has_pytorch_bits`, which compares the results.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from undertow.kernels.outputs import Out, given
 from undertow.kernels.streaming import distinct
 from undertow.kernels.threads import run_parallel
 
-# Rows of a channels_last tensor that one turn of the parallel loop takes.
-_ROWS_AT_ONCE = 64
+# Rows of a channels_last tensor that one iteration of the parallel loop handles.
+_ROWS_PER_ITERATION = 64
 
 _loop: Any = numba.njit(cache=True, fastmath={"contract"}, error_model="numpy")
 _parallel: Any = numba.njit(parallel=True, cache=True, fastmath={"contract"}, error_model="numpy")
@@ -90,9 +90,9 @@ def _normalise_add_row(x: Any, scale: Any, shift: Any, residual: Any, lowest: An
 def _normalise_rows(
     x: Any, scale: Any, shift: Any, residual: Any, has_residual: bool, lowest: Any, highest: Any, out: Any
 ) -> None:
-    for index in numba.prange((x.shape[0] + _ROWS_AT_ONCE - 1) // _ROWS_AT_ONCE):
-        first: Any = numpy.int64(index) * _ROWS_AT_ONCE
-        for row in range(first, min(x.shape[0], first + _ROWS_AT_ONCE)):
+    for index in numba.prange((x.shape[0] + _ROWS_PER_ITERATION - 1) // _ROWS_PER_ITERATION):
+        first: Any = numpy.int64(index) * _ROWS_PER_ITERATION
+        for row in range(first, min(x.shape[0], first + _ROWS_PER_ITERATION)):
             if has_residual:
                 _normalise_add_row(x[row], scale, shift, residual[row], lowest, highest, out[row])
             else:
@@ -140,7 +140,7 @@ def _rows(tensor: Tensor) -> Any:
 
 @cache
 def has_pytorch_bits() -> bool:
-    """Whether `normalise_again` gives, on this machine, the bits of the kernels that it stands for."""
+    """Whether `normalise_again` gives the bits of PyTorch's kernels on this machine."""
     if not HAS_NUMBA:
         return False
     plain: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}

@@ -1,7 +1,7 @@
-"""Masks at one bit per element, and what is computed from them. CPU loops in Numba; tensors in, tensors out.
+"""Masks at one bit per element, and what is computed from them: tensors in, tensors out, in Numba loops on the CPU.
 
-All work on the elements in the order of memory, so arguments that belong together must have the same dense strides.
-Bit i of byte b stands for element 8 b + i. Writes are EXACT: a masked element is +0.0, as PyTorch's kernels write it.
+All functions take elements in the order of memory, so arguments of one call must have the same dense strides. Bit i of
+byte b stands for element 8 b + i. EXACT: a masked element is +0.0, as PyTorch's kernels write it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def flat(tensor: torch.Tensor) -> Any:
 
 
 def num_packed_bytes(num_elements: int) -> int:
-    """Bytes that hold one bit per element."""
+    """How many bytes one bit per element takes."""
     return (num_elements + 7) // 8
 
 
@@ -43,7 +43,7 @@ def _pack_signs(elements: Any, packed: Any) -> None:
     for byte in numba.prange(num_full):
         bits = 0
         for bit in range(8):
-            # A NaN is not <= 0: PyTorch lets the cotangent through there.
+            # A NaN is not <= 0: PyTorch passes the cotangent on there.
             bits |= (not (elements[8 * byte + bit] <= 0)) << bit
         packed[byte] = bits
     if num_full < packed.size:
@@ -79,9 +79,9 @@ def _select_vectors(elements: int, packed: int, selected: int, num_vectors: int)
 
 
 def _num_vectors(tensor: torch.Tensor) -> int:
-    """How many whole vectors the elements fill; what is left over takes the loops of single elements.
+    """How many whole vectors the elements fill. The loops over single elements do the rest.
 
-    LLVM does not vectorise those: packing 100 M elements takes 55 ms by them, 19 ms by vectors.
+    LLVM does not vectorise these loops: packing 100 M elements takes them 55 ms, and vectors 19 ms.
     """
     return tensor.numel() // NUM_LANES if tensor.dtype is torch.float32 else 0
 
@@ -94,7 +94,7 @@ def pack_signs(tensor: torch.Tensor, out: Out = None) -> torch.Tensor:
 
 
 def pack_signs_into(tensor: torch.Tensor, packed: torch.Tensor) -> None:
-    """The same, written into given bytes."""
+    """`pack_signs` into given bytes."""
     num_vectors = _num_vectors(tensor)
     run_parallel(_pack_vectors, tensor.data_ptr(), packed.data_ptr(), num_vectors)
     done = NUM_LANES * num_vectors
@@ -105,7 +105,7 @@ def pack_signs_into(tensor: torch.Tensor, packed: torch.Tensor) -> None:
 def select_by_bits(
     tensor: torch.Tensor, packed: torch.Tensor, strides: tuple[int, ...], out: Out = None
 ) -> torch.Tensor:
-    """The elements whose bit is set, and 0 elsewhere; `strides` are those of the tensor that was packed."""
+    """The elements whose bit is set, and 0 elsewhere; the tensor that was packed had these `strides`."""
     selected = given(out, 0, lambda: torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype))
     if tensor.stride() != strides:
         tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)

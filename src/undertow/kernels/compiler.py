@@ -1,7 +1,7 @@
-"""Numba where it can be imported; where it cannot, loops stay plain Python.
+"""Numba where it can be imported; elsewhere loops stay plain Python.
 
-The loops of the search and of byte placement run either way. Kernels that exist for their speed, and those that take
-LLVM's own instructions, are left out: whoever would offer one asks `HAS_NUMBA`, and PyTorch's kernels run instead.
+The loops of the search and of placement in the arena run either way. Kernels that exist for their speed, or use LLVM's
+own instructions, are offered only with `HAS_NUMBA`; without it PyTorch's kernels run instead.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["HAS_NUMBA", "intrinsic", "numba"]
 
 
-def _leave(*functions: Any, **options: Any) -> Any:
+def _leave_as_is(*functions: Any, **options: Any) -> Any:
     """A decorator, with or without options, that leaves the function as it is."""
-    return functions[0] if functions else _leave
+    return functions[0] if functions else _leave_as_is
 
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ else:
         HAS_NUMBA = True
     except ImportError as error:
         HAS_NUMBA = False
-        numba, intrinsic = SimpleNamespace(njit=_leave, prange=range), _leave
+        numba, intrinsic = SimpleNamespace(njit=_leave_as_is, prange=range), _leave_as_is
         # Shown once: a module is imported once.
         warnings.warn(
-            f"Numba cannot be imported ({error}): steps run by PyTorch's kernels alone, and plans are searched with "
-            f"fewer moves; install numba for both",
+            f"Numba cannot be imported ({error}): steps run with PyTorch's kernels only, and the search for plans has "
+            f"fewer moves; install numba to get both back",
             stacklevel=2,
         )

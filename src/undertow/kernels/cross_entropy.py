@@ -1,14 +1,14 @@
 """Softmax cross entropy over [rows, classes] float32 logits with int64 targets, without storing the log-softmax.
 
-Forward, in: logits and targets; out: the loss and each row's logsumexp. Backward, in: those and the loss's cotangent;
-out: ct_logits, which may be the logits' own memory. Each pass reads the logits once.
+Forward, in: logits and targets; out: the loss and each row's logsumexp. Backward, in: all of these and the loss's
+cotangent; out: ct_logits, which may be the logits' own memory. Each pass reads the logits once.
 
     loss = sum over rows of (logsumexp - logit of target), divided by the number of rows for "mean"
     ct_logit = (e^(logit - logsumexp) - [is target]) * ct_loss / number of rows
 
-The logsumexp is computed online, block by block, rescaled when the maximum rises (Milakov, Gimelshein 2018); sums of a
-block in float32 vectors, across blocks and rows in float64. Rows whose target is `ignore_index` count nowhere. Not
-done: label smoothing, class weights, targets as probabilities.
+The logsumexp is computed online, block by block, and rescaled when the maximum rises (Milakov, Gimelshein 2018). Sums
+within a block are in float32 vectors, sums across blocks and rows in float64. Rows whose target is `ignore_index` do
+not count. Not done: label smoothing, class weights, targets as probabilities.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from undertow.kernels.float_functions import exp
 from undertow.kernels.streaming import distinct
 from undertow.kernels.threads import run_parallel
 
-# Columns of one step: they stay in the L1 cache between the maximum and the sum.
+# Columns of one block: they stay in the L1 cache between the maximum and the sum.
 _BLOCK_COLUMNS = 2048
-# Maxima kept side by side, since LLVM makes no vectors of a maximum that respects NaN.
+# Separate maxima per row, since LLVM does not vectorise a maximum that respects NaN.
 _LANES = 64
 
 _loop: Any = numba.njit(cache=True, fastmath={"contract"}, error_model="numpy")
@@ -106,7 +106,7 @@ def _backward(logits: Any, targets: Any, ignored: int, logsumexps: Any, scale: A
             ct_logits[row] = 0
         else:
             target = targets[row]
-            # Before the row is overwritten; e^d - 1 without cancellation where the target is nearly certain.
+            # Computed before the row is overwritten. expm1 avoids cancellation where the target is nearly certain.
             at_target = math.expm1(numpy.float64(logits[row, target]) - numpy.float64(logsumexps[row]))
             _differentiate_row(logits, row, logsumexps[row], scale, ct_logits)
             ct_logits[row, target] = at_target * numpy.float64(scale)
@@ -131,7 +131,7 @@ def cross_entropy_forward(
     loss: torch.Tensor,
     logsumexp: torch.Tensor,
 ) -> None:
-    """Writes the loss, a tensor of one element, and [rows] logsumexp. Without a counted row, the mean is NaN."""
+    """Write the loss, a tensor of one element, and [rows] logsumexp. If no row counts, the mean is NaN."""
     count = _num_counted(logits, targets, ignore_index, reduction)
     losses = torch.empty(len(logits), dtype=torch.float64)
     run_parallel(
@@ -149,7 +149,7 @@ def cross_entropy_backward(
     logsumexp: torch.Tensor,
     ct_logits: torch.Tensor,
 ) -> None:
-    """Writes ct_logits, which may be `logits` itself."""
+    """Write ct_logits, which may be `logits` itself."""
     count = _num_counted(logits, targets, ignore_index, reduction)
     scale = numpy.float32(ct_loss / count if count else numpy.nan)
     arrays = logits.detach().numpy(), targets.numpy(), ignore_index, logsumexp.numpy(), scale

@@ -1,15 +1,15 @@
 """Bernoulli draws from PyTorch's generator on the CPU, with PyTorch's bits, ten times as fast.
 
-In: a dense float32 tensor, which is filled with 0 and 1, the probability of 1, and a generator, which moves on as under
-`Tensor.bernoulli_`. PyTorch draws one element after the other; here a whole state of the Mersenne twister (Matsumoto
-and Nishimura, 1998) is made and used at once, which the compiler turns into vectors.
+In: a dense float32 tensor to fill with 0 and 1, the probability of 1, and a generator. Out: the filled tensor; the
+generator's state changes as under `Tensor.bernoulli_`. PyTorch draws one element after the other. Here a whole state of
+the Mersenne twister (Matsumoto and Nishimura, 1998) is made and used in vector loops.
 
 A draw takes two words, r1 and r2, of the generator: the 53 lowest bits of r1 2^32 + r2, over 2^53, are compared with
-the probability in float64, which is exact. Where PyTorch calls MKL instead, on Intel's processors, it draws other
-numbers: `has_pytorch_bits` asks once per process.
+the probability in float64, which is exact. On Intel's processors PyTorch calls MKL instead and draws other numbers:
+`has_pytorch_bits` compares once per process.
 
-Not done: a lock. PyTorch holds one while it draws; two threads that draw from one generator at once may get equal
-numbers here.
+Not done: a lock. PyTorch takes one while it draws. Here, two threads that draw from one generator at the same time may
+get equal numbers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Generator, Tensor
 
 from undertow.kernels.compiler import HAS_NUMBA, numba
 
-# Where taking the state out and putting it back costs more than it saves: 9 to 23 microseconds, as the caches are, in
-# which PyTorch draws about as many numbers (AMD EPYC, one thread).
+# With fewer elements, reading the state and writing it back costs more than it saves: 9 to 23 microseconds, depending
+# on the caches, in which PyTorch draws about as many numbers (AMD EPYC, one thread).
 MIN_ELEMENTS = 1024
 
 _NUM_WORDS = 624
@@ -44,7 +44,7 @@ def _twist(word: Any, following: Any, far: Any) -> Any:
 
 @numba.njit(cache=True, error_model="numpy")
 def _make_words(words: Any, tempered: Any) -> None:
-    """The next state, and what the generator hands out of it."""
+    """Make the next state, and the numbers that the generator draws from it."""
     for index in range(_NUM_WORDS - _SHIFT):
         words[index] = _twist(words[index], words[index + 1], words[index + _SHIFT])
     for index in range(_NUM_WORDS - _SHIFT, _NUM_WORDS - 1):
@@ -73,7 +73,7 @@ def _compare(tempered: Any, threshold: Any, out: Any) -> None:
 
 @numba.njit(cache=True, error_model="numpy")
 def _draw(words: Any, position: int, threshold: Any, out: Any) -> int:
-    """Fill `out`; `position` words of the state have been used, and the number used afterwards is returned."""
+    """Fill `out`. `position` words of the state have been used; returns how many are used afterwards."""
     tempered = numpy.empty(_NUM_WORDS, numpy.uint32)
     pair = numpy.empty(2, numpy.uint32)
     _temper(words, tempered)
@@ -99,7 +99,7 @@ def _draw(words: Any, position: int, threshold: Any, out: Any) -> int:
 
 
 def draw_bernoulli(tensor: Tensor, p: float = 0.5, *, generator: Generator | None = None) -> Tensor:
-    """`tensor.bernoulli_(p)`; PyTorch's own where this one does not apply."""
+    """`tensor.bernoulli_(p)`; calls PyTorch's where this kernel does not apply."""
     is_large = tensor.numel() >= MIN_ELEMENTS and tensor.device.type == "cpu"
     is_plain = is_large and tensor.dtype is torch.float32 and tensor.is_contiguous()
     if not is_plain or not 0 <= p <= 1 or not has_pytorch_bits():
@@ -112,7 +112,7 @@ def _fill(tensor: Tensor, p: float, generator: Generator) -> Tensor:
     raw = state.numpy()
     left, following, long_words = raw[_LEFT:].view(numpy.int32), raw[_NEXT:].view(numpy.uint64), raw[_WORDS]
     words = long_words.view(numpy.uint64).astype(numpy.uint32)
-    # A fresh state has one word "left", which is none: the next draw makes new ones.
+    # One word "left" means none: the next draw makes a new state. So it is with a fresh generator.
     position = _NUM_WORDS if left[0] == 1 else int(following[0])
     out = tensor.detach().view(-1).numpy()
     position = _draw(words, position, numpy.uint64(math.ceil(p * 2.0**53)), out)
@@ -124,16 +124,18 @@ def _fill(tensor: Tensor, p: float, generator: Generator) -> Tensor:
 
 @cache
 def has_pytorch_bits() -> bool:
-    """Whether PyTorch on this machine draws as stated above."""
+    """Whether PyTorch draws on this machine as described above."""
     if not HAS_NUMBA or torch.default_generator.get_state().numel() != _STATE_BYTES:
         return False
-    # Not torch.Generator, which is refused while a model is recorded: that may be when the first draw is made.
-    own, others = Generator().manual_seed(0), Generator().manual_seed(0)
+    # Not torch.Generator: recording a model refuses it, and the first draw may happen while a model is recorded.
+    own, pytorchs = Generator().manual_seed(0), Generator().manual_seed(0)
     for size, p in ((1, 0.5), (700, 0.9), (311, 0.1), (3, 1.0), (1000, 0.3)):
-        found, expected = torch.empty(2, size, dtype=torch.float32, device="cpu")  # whatever the user's defaults are
-        _fill(found, p, own), expected.bernoulli_(p, generator=others)
-        if not torch.equal(found, expected) or not torch.equal(own.get_state(), others.get_state()):
+        found, expected = torch.empty(
+            2, size, dtype=torch.float32, device="cpu"
+        )  # the user may have set other defaults
+        _fill(found, p, own), expected.bernoulli_(p, generator=pytorchs)
+        if not torch.equal(found, expected) or not torch.equal(own.get_state(), pytorchs.get_state()):
             return False
-        for generator in (own, others):
-            torch.randint(9, (1,), generator=generator, device="cpu")  # takes one word: pairs straddle
+        for generator in (own, pytorchs):
+            torch.randint(9, (1,), generator=generator, device="cpu")  # one word, so that a pair spans two states
     return True

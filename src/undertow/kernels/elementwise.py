@@ -1,18 +1,18 @@
-"""An elementwise chain, compiled into one pass over memory.
+"""A sequence of elementwise operations, compiled into one pass over memory.
 
-In: what the inputs are ("full" [rows, columns], "row" [rows], "column" [columns], "scalar"), and steps, each the name
-of an operation and its operands: an int names an input or, after the inputs, the result of a step; a float is a
-constant. Out: a callable that takes the inputs and writes the chosen values into the outputs given, full-size float32.
+In: what the inputs are ("full" [rows, columns], "row" [rows], "column" [columns], "scalar"), and steps. A step is the
+name of an operation and its operands: an int names an input or, after the inputs, the result of a step; a float is a
+constant. Out: a callable that takes the inputs and writes the chosen values into given outputs, full-size float32.
 
-For instance y = gelu(x + bias) and the sum behind it:
+For instance y = gelu(x + bias) and the sum that it is made from:
 
     chain = compile_chain(("full", "column"), (("add", (0, 1)), ("gelu", (2,))), outputs=(2, 3))
     chain((x, bias), (total, y))
 
-The source is a file under the user's cache folder, named by its hash, so that Numba's own cache serves the next
-process; where that folder cannot be written, the source is compiled in memory, every time. Multiplications and
-additions are fused, so the bits differ from PyTorch's; functions err by what `float_functions` states. An output may be
-an input. Not done: reductions, dtypes other than float32, broadcasting beyond rows and columns.
+The source is a file in the user's cache folder, named by its hash, so that the next process finds it compiled in
+Numba's own cache. If that folder cannot be written, every process compiles the source in memory. Multiplications and
+additions are fused, so the bits differ from PyTorch's; `float_functions` states the errors of the functions. An output
+may be an input. Not done: reductions, dtypes other than float32, broadcasting beyond rows and columns.
 """
 
 from __future__ import annotations
@@ -102,16 +102,16 @@ def _version() -> str:
 def _check(kinds: Sequence[str], steps: Sequence[Step], outputs: Sequence[int]) -> None:
     for kind in kinds:
         if kind not in _KINDS:
-            raise ValueError(f"compile_chain: an input is one of {', '.join(_KINDS)}; found {kind!r}")
-    for place, (operation, operands) in enumerate(steps):
+            raise ValueError(f"compile_chain: an input must be one of {', '.join(_KINDS)}; found {kind!r}")
+    for position, (operation, operands) in enumerate(steps):
         if operation not in OPERATIONS:
-            raise ValueError(f"compile_chain: step {place} names no operation known here: {operation!r}")
+            raise ValueError(f"compile_chain: step {position} has an unknown operation: {operation!r}")
         num_operands = 1 + max(index for index in range(3) if f"{{{index}}}" in OPERATIONS[operation])
-        known = range(len(kinds) + place)
+        known = range(len(kinds) + position)
         if len(operands) != num_operands or any(isinstance(one, int) and one not in known for one in operands):
             raise ValueError(
-                f"compile_chain: step {place}, {operation}, needs {num_operands} operands out of "
-                f"{len(known)} values so far; found {operands}"
+                f"compile_chain: step {position}, {operation}, needs {num_operands} operands among the "
+                f"{len(known)} values before it; found {operands}"
             )
     if not outputs or any(output not in range(len(kinds) + len(steps)) for output in outputs):
         raise ValueError(f"compile_chain: outputs must name inputs or steps; found {tuple(outputs)}")
@@ -130,9 +130,9 @@ def generate_source(kinds: Sequence[str], steps: Sequence[Step], outputs: Sequen
         else:
             body.append(f"value{index} = in{index}[{'row, column' if kind == 'full' else 'column'}]")
     before += [f"out{index} = distinct(out{index})" for index in range(len(outputs))]
-    for place, (operation, operands) in enumerate(steps, start=len(kinds)):
+    for position, (operation, operands) in enumerate(steps, start=len(kinds)):
         names = [f"value{one}" if isinstance(one, int) else _number(one) for one in operands]
-        body.append(f"value{place} = {OPERATIONS[operation].format(*names)}")
+        body.append(f"value{position} = {OPERATIONS[operation].format(*names)}")
     body += [f"out{index}[row, column] = value{output}" for index, output in enumerate(outputs)]
     parameters = [f"in{index}" for index in range(len(kinds))] + [f"out{index}" for index in range(len(outputs))]
     return _TEMPLATE.format(
@@ -144,7 +144,7 @@ def generate_source(kinds: Sequence[str], steps: Sequence[Step], outputs: Sequen
 
 
 def _number(value: float) -> str:
-    """A constant; infinities and NaN have no literal in Python."""
+    """The source of a constant; infinities and NaN have no literal in Python."""
     shown = repr(float(value))
     if not math.isfinite(value):
         shown = shown.replace("inf", "numpy.inf").replace("nan", "numpy.nan")
@@ -152,7 +152,7 @@ def _number(value: float) -> str:
 
 
 def _write(source: str) -> Path | None:
-    """The file that holds the source, or None where none can be had."""
+    """The file with the source, or None if it cannot be written."""
     path = cache_folder() / "kernels" / f"{hashlib.sha256(source.encode()).hexdigest()}.py"
     try:
         if path.exists() and path.read_bytes() == source.encode():
@@ -171,7 +171,7 @@ def _write(source: str) -> Path | None:
     return path
 
 
-@functools.cache  # by the source: as keys, an operand 1 and a number 1.0 are equal
+@functools.cache  # keyed by the source, since as keys an operand 1 and a number 1.0 are equal
 def _load(source: str) -> ModuleType:
     path = _write(source)
     if path is None:
@@ -192,9 +192,9 @@ def _load_uncached(source: str) -> ModuleType:
 
 
 def _with_sound_cache(run: Any, source: str, arguments: Sequence[Any]) -> Any:
-    """`run`, compiled for such arguments; anew where Numba's cache holds something that it cannot read.
+    """`run`, compiled for such arguments; compiled again without Numba's cache if it cannot read what is in there.
 
-    What fails for another reason fails once more, without the cache.
+    If compilation fails for another reason, it fails again without the cache and raises.
     """
     types = tuple(map(numba.typeof, arguments))
     try:
@@ -206,7 +206,7 @@ def _with_sound_cache(run: Any, source: str, arguments: Sequence[Any]) -> Any:
 
 
 def compile_chain(kinds: tuple[str, ...], steps: tuple[Step, ...], outputs: tuple[int, ...]) -> Chain:
-    """A callable (inputs, outputs) that runs the steps in one pass; all full-size tensors have one dense layout."""
+    """A callable (inputs, outputs) that runs the steps in one pass. All full-size tensors share one dense layout."""
     _check(kinds, steps, outputs)
     source = generate_source(kinds, steps, outputs)
     run, is_sound = _load(source).run, False

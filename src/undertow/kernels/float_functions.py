@@ -1,9 +1,9 @@
-"""exp, tanh, erf and what is made of them, for loops that LLVM turns into vector code.
+"""exp, tanh, erf and functions made from them, for loops that LLVM turns into vector code.
 
-No branches, no tables, no call of the C library. In and out: float32 scalars, inside functions that Numba compiles. NaN
-gives NaN; infinities give the limits. Errors over the whole float range, checked by the tests: exp 2 units in the last
-place (of 2**-126 below it), tanh and erf 3, sigmoid 3 of max(result, 2**-100); gelu is 0.5 x (1 + erf) as PyTorch has
-it, so its error is a few units of x, not of the result, where x is very negative.
+In and out: float32 scalars, inside functions that Numba compiles. No branches, no tables, no calls of the C library.
+NaN gives NaN; infinities give the limits. Errors over the whole float range, checked by the tests: exp 2 units in the
+last place (of 2**-126 below it), tanh and erf 3, sigmoid 3 of max(result, 2**-100). gelu is 0.5 x (1 + erf) as in
+PyTorch, so where x is very negative its error is a few units of x, not of the result.
 
 exp: x = n ln 2 + r with |r| <= ln 2 / 2, e^r by a polynomial, 2^n by writing the exponent's bits (Cody and Waite 1980).
 The polynomials are minimax fits by Lawson's iteration over the intervals named.
@@ -24,12 +24,12 @@ _function: Any = numba.njit(cache=True, forceinline=True, fastmath={"contract"},
 _intrinsic: Any = intrinsic
 
 _ZERO, _HALF, _ONE, _TWO = (numpy.float32(value) for value in (0, 0.5, 1, 2))
-# From here on, e^x is infinite, or rounds to 0.
+# Above the first, e^x is infinite; below the second, it rounds to 0.
 _EXP_HIGH, _EXP_LOW = numpy.float32(89), numpy.float32(-104)
 _LOG2_E = numpy.float32(1.4426950408889634)
 # ln 2 in two pieces: the first has 9 bits, so its multiples by n are exact.
 _LN2_HIGH, _LN2_LOW = numpy.float32(0.693359375), numpy.float32(-2.12194440054690583e-4)
-# Added and taken away again, 1.5 * 2**23 rounds to an integer and leaves it in the low bits.
+# Adding 1.5 * 2**23 rounds to an integer and leaves it in the low bits; subtracting it gives the integer as a float.
 _ROUNDER, _ROUNDER_BITS = numpy.float32(12582912), numpy.int32(0x4B400000)
 # (e^r - 1 - r) / r^2 on |r| < 0.35
 _EXP = tuple(
@@ -89,7 +89,7 @@ def exp(x: Any) -> Any:
     r = (x - whole * _LN2_HIGH) - whole * _LN2_LOW
     tail = ((((_EXP[5] * r + _EXP[4]) * r + _EXP[3]) * r + _EXP[2]) * r + _EXP[1]) * r + _EXP[0]
     power = (tail * (r * r) + r) + _ONE
-    # In two factors: 2^n itself may lie outside the float range while the result does not.
+    # In two factors, since 2^n may be outside the float range while the result is inside.
     half = numpy.int32(n >> numpy.int32(1))
     low = _float_of(numpy.int32((half + numpy.int32(127)) << numpy.int32(23)))
     high = _float_of(numpy.int32((n - half + numpy.int32(127)) << numpy.int32(23)))
@@ -144,7 +144,7 @@ def gelu_derivative(x: Any) -> Any:
 
 @_function
 def gelu_tanh(x: Any) -> Any:
-    """The form with tanh, as GPT-2 has it."""
+    """The form with tanh, as in GPT-2."""
     return _HALF * x * (_ONE + tanh(_GELU_INNER * (x + _GELU_CUBE * x * x * x)))
 
 

@@ -1,11 +1,11 @@
 """Layer normalisation of [rows, columns] float32, each row read from memory once, with a residual add before it.
 
-In: x, optionally a residual to be added first, weight and bias per column. Out: written into the tensors given: the
-normalised rows, the mean and inverse standard deviation per row as PyTorch saves them, and the sum x + residual where
-there is one, because the backward pass and the next residual need it.
+In: x, optionally a residual to add first, weight and bias per column. Out: written into given tensors: the normalised
+rows, the mean and inverse standard deviation per row as PyTorch saves them, and with a residual also the sum
+x + residual, because the backward pass and the next residual need it.
 
-A row stays in the L1 cache while its mean, then its squared deviations, then its result are computed (two passes over
-the row: no cancellation). ct_weight and ct_bias are summed over 32 rows in float32, then in float64; chunks of rows
+A row stays in the L1 cache while its mean, then its squared deviations, then its result are computed. Deviations from
+the mean avoid cancellation. ct_weight and ct_bias are summed over 32 rows in float32, then in float64. Chunks of rows
 depend on the shape alone, so any number of threads gives the same bits. Sums along a row are reordered into vectors.
 """
 
@@ -26,7 +26,7 @@ _MAX_CHUNKS = 16
 Optional = torch.Tensor | None
 
 _loop: Any = numba.njit(cache=True, fastmath={"contract"}, error_model="numpy")
-# A sum becomes a vector of sums.
+# These flags let LLVM split a sum into a vector of sums.
 _reduction: Any = numba.njit(cache=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
 _parallel: Any = numba.njit(parallel=True, cache=True, fastmath={"contract"}, error_model="numpy")
 
@@ -109,10 +109,10 @@ def _differentiate_row(
 @_loop
 def _add_to_totals(work: Any, totals: Any) -> None:
     work, totals = distinct(work), distinct(totals)
-    for kind in range(2):
+    for row in range(2):
         for column in range(work.shape[1]):
-            totals[kind, column] += numpy.float64(work[kind, column])
-            work[kind, column] = 0
+            totals[row, column] += numpy.float64(work[row, column])
+            work[row, column] = 0
 
 
 @_parallel
@@ -146,7 +146,7 @@ def layer_norm_forward(
 ) -> None:
     """out = (s - mean(s)) / sqrt(var(s) + epsilon) * weight + bias of every row, with s = x + residual in `summed`."""
     if (residual is None) != (summed is None):
-        raise ValueError("layer_norm_forward: residual and summed go together")
+        raise ValueError("layer_norm_forward: give both residual and summed, or neither")
     rows = x.detach().numpy()
     added = rows if residual is None else residual.detach().numpy()
     sums = rows if summed is None else summed.numpy()
@@ -167,7 +167,7 @@ def layer_norm_backward(
     ct_weight: torch.Tensor,
     ct_bias: torch.Tensor,
 ) -> None:
-    """Cotangents, x being what was normalised (`summed` where there was a residual, whose cotangent is ct_x too).
+    """Cotangents, where x is what was normalised: with a residual that is `summed`, and ct_x is its cotangent too.
 
     With g = ct weight, h = (x - mean) inverse_std, means over the row:
         ct_x = inverse_std (g - mean(g) - h mean(g h))        ct_weight = sum(ct h)        ct_bias = sum(ct)

@@ -1,15 +1,16 @@
-"""Max pooling of dense channels_last activations with the winner's place in its window as one byte.
+"""Max pooling of dense channels_last activations, with the winner's position in its window as one byte.
 
 In: x [N, H, W, C] float32, dense (the permuted view of a channels_last [N, C, H, W]). Out: the maxima and uint8 codes
-[N, OH, OW, C], written into the tensors given; code = row in window * window width + column in window, as in
-`window_codes`. Winner as in PyTorch: the first of equal maxima, the last of several NaNs.
+[N, OH, OW, C], written into given tensors; code = row in window * window width + column in window, as in
+`window_codes`. The winner is PyTorch's: the first of equal maxima, the last of several NaNs.
 
-The backward pass gathers: each input element asks the windows that cover it whether it won, in the order in which
-PyTorch adds their cotangents, so nothing is cleared first, no two threads meet, and the bits are PyTorch's. With `y`,
-the maxima, the backward of a ReLU before the pooling is fused: a cotangent passes only where its maximum is not <= 0.
+The backward pass gathers: for each input element it goes through the windows that cover it, in the order in which
+PyTorch adds their cotangents, and adds those that the element won. So nothing is cleared first, no two threads write
+the same element, and the bits are PyTorch's. With `y`, the maxima, it includes the backward pass of a ReLU before the
+pooling: a cotangent passes only where its maximum is not <= 0.
 
-All loops run along the channels. Windows of 2x2 and 3x3 that lie inside the plane are unrolled. A window of more than
-256 places does not fit its code.
+All loops run along the channels. 2x2 and 3x3 windows inside the plane are unrolled. Not done: windows of more than 256
+positions, which one byte cannot count.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _parallel: Any = numba.njit(parallel=True, cache=True, error_model="numpy")
 @_loop
 def _pool_any(
     x: Any, pixel: int, width: int, top: int, bottom: int, left: int, right: int, down: int, along: int, code: int,
-    kernel_width: int, out: Any, codes: Any, place: int,
+    kernel_width: int, out: Any, codes: Any, position: int,
 ) -> None:  # fmt: skip
-    """Rows top..bottom and columns left..right of one window, every `down` and `along`; `code` is the first's."""
+    """One window: rows top..bottom in steps of `down`, columns left..right in steps of `along`, first code `code`."""
     x, out, codes = distinct(x), distinct(out), distinct(codes)
     first_code = numpy.uint8(code)
     for channel in range(out.shape[1]):
-        out[place, channel] = numpy.float32(-numpy.inf)
-        codes[place, channel] = first_code
+        out[position, channel] = numpy.float32(-numpy.inf)
+        codes[position, channel] = first_code
     row_code = code
     for row in range(top, bottom, down):
         this_code = row_code
@@ -47,16 +48,16 @@ def _pool_any(
             source = pixel + row * width + column
             written = numpy.uint8(this_code)
             for channel in range(out.shape[1]):
-                value, best = x[source, channel], out[place, channel]
+                value, best = x[source, channel], out[position, channel]
                 wins = value > best or value != value
-                out[place, channel] = value if wins else best
-                codes[place, channel] = written if wins else codes[place, channel]
+                out[position, channel] = value if wins else best
+                codes[position, channel] = written if wins else codes[position, channel]
             this_code += 1
         row_code += kernel_width
 
 
 @_loop
-def _pool_two(x: Any, source: int, width: int, out: Any, codes: Any, place: int) -> None:
+def _pool_two(x: Any, source: int, width: int, out: Any, codes: Any, position: int) -> None:
     x, out, codes = distinct(x), distinct(out), distinct(codes)
     for channel in range(out.shape[1]):
         best = numpy.float32(-numpy.inf)
@@ -66,12 +67,12 @@ def _pool_two(x: Any, source: int, width: int, out: Any, codes: Any, place: int)
             wins = value > best or value != value
             best = value if wins else best
             code = numpy.int32(index) if wins else code
-        out[place, channel] = best
-        codes[place, channel] = numpy.uint8(code)
+        out[position, channel] = best
+        codes[position, channel] = numpy.uint8(code)
 
 
 @_loop
-def _pool_three(x: Any, source: int, width: int, out: Any, codes: Any, place: int) -> None:
+def _pool_three(x: Any, source: int, width: int, out: Any, codes: Any, position: int) -> None:
     x, out, codes = distinct(x), distinct(out), distinct(codes)
     for channel in range(out.shape[1]):
         best = numpy.float32(-numpy.inf)
@@ -81,8 +82,8 @@ def _pool_three(x: Any, source: int, width: int, out: Any, codes: Any, place: in
             wins = value > best or value != value
             best = value if wins else best
             code = numpy.int32(index) if wins else code
-        out[place, channel] = best
-        codes[place, channel] = numpy.uint8(code)
+        out[position, channel] = best
+        codes[position, channel] = numpy.uint8(code)
 
 
 @_parallel
@@ -103,43 +104,43 @@ def _pool(
         for column in range(out_width):
             left = column * stride[1] - padding[1]
             right = left + (kernel[1] - 1) * dilation[1] + 1
-            place = down * out_width + column
+            position = down * out_width + column
             is_inside = top >= 0 and left >= 0 and bottom <= height and right <= width
             if is_inside and is_two:
-                _pool_two(x, pixel + top * width + left, width, out, codes, place)
+                _pool_two(x, pixel + top * width + left, width, out, codes, position)
             elif is_inside and is_three:
-                _pool_three(x, pixel + top * width + left, width, out, codes, place)
+                _pool_three(x, pixel + top * width + left, width, out, codes, position)
             else:
                 skipped = (max(0, -left) + dilation[1] - 1) // dilation[1]
                 _pool_any(
                     x, pixel, width, top + skipped_rows * dilation[0], min(bottom, height),
                     left + skipped * dilation[1], min(right, width), dilation[0], dilation[1],
-                    skipped_rows * kernel[1] + skipped, kernel[1], out, codes, place,
+                    skipped_rows * kernel[1] + skipped, kernel[1], out, codes, position,
                 )  # fmt: skip
 
 
 @_loop
 def _gather(
-    ct: Any, y: Any, has_y: bool, codes: Any, place: int, code: int, is_first: bool, ct_x: Any, pixel: int
+    ct: Any, y: Any, has_y: bool, codes: Any, position: int, code: int, is_first: bool, ct_x: Any, pixel: int
 ) -> None:
-    """Adds ct where the window's winner is `code`; the first window of a pixel writes instead of adding."""
+    """Add ct where the window's winner is `code`; the first window of a pixel writes instead of adding."""
     ct, y, codes, ct_x = distinct(ct), distinct(y), distinct(codes), distinct(ct_x)
-    zero, asked = numpy.float32(0), numpy.uint8(code)
+    zero, wanted = numpy.float32(0), numpy.uint8(code)
     if is_first and has_y:
         for channel in range(ct.shape[1]):
-            wins = codes[place, channel] == asked and not (y[place, channel] <= 0)
-            # Added to zero as PyTorch does: minus zero becomes zero.
-            ct_x[pixel, channel] = zero + (ct[place, channel] if wins else zero)
+            wins = codes[position, channel] == wanted and not (y[position, channel] <= 0)
+            # PyTorch adds to zero, which turns minus zero into zero.
+            ct_x[pixel, channel] = zero + (ct[position, channel] if wins else zero)
     elif is_first:
         for channel in range(ct.shape[1]):
-            ct_x[pixel, channel] = zero + (ct[place, channel] if codes[place, channel] == asked else zero)
+            ct_x[pixel, channel] = zero + (ct[position, channel] if codes[position, channel] == wanted else zero)
     elif has_y:
         for channel in range(ct.shape[1]):
-            wins = codes[place, channel] == asked and not (y[place, channel] <= 0)
-            ct_x[pixel, channel] += ct[place, channel] if wins else zero
+            wins = codes[position, channel] == wanted and not (y[position, channel] <= 0)
+            ct_x[pixel, channel] += ct[position, channel] if wins else zero
     else:
         for channel in range(ct.shape[1]):
-            ct_x[pixel, channel] += ct[place, channel] if codes[place, channel] == asked else zero
+            ct_x[pixel, channel] += ct[position, channel] if codes[position, channel] == wanted else zero
 
 
 @_parallel
@@ -170,8 +171,8 @@ def _unpool(
                     if across % dilation[1]:
                         continue
                     code = (down // dilation[0]) * kernel[1] + across // dilation[1]
-                    place = (windows + out_row) * out_width + out_column
-                    _gather(ct, y, has_y, codes, place, code, is_first, ct_x, pixel)
+                    position = (windows + out_row) * out_width + out_column
+                    _gather(ct, y, has_y, codes, position, code, is_first, ct_x, pixel)
                     is_first = False
             if is_first:
                 ct_x[pixel] = 0
@@ -184,7 +185,7 @@ def _flat(tensor: torch.Tensor) -> Any:
 def _check_kernel(kernel: Pair) -> None:
     if kernel[0] * kernel[1] > 256:
         raise ValueError(
-            f"max pooling with one-byte codes: at most 256 places in a window were required, found {kernel}"
+            f"max pooling with one-byte codes: a window of at most 256 positions was required, found {kernel}"
         )
 
 
@@ -207,7 +208,7 @@ def max_pool_backward(
     dilation: Pair,
     ct_x: torch.Tensor,
 ) -> None:
-    """The cotangent of the pooled tensor, or with `y` (the maxima) that of what a ReLU before the pooling was given."""
+    """The cotangent of the pooled tensor or, with `y` (the maxima), of the input of the ReLU before the pooling."""
     _check_kernel(kernel)
     size, out_size = (ct_x.shape[1], ct_x.shape[2]), (ct.shape[1], ct.shape[2])
     flat_ct = _flat(ct)

@@ -1,17 +1,17 @@
-"""SGD, Adam and AdamW: the update of one parameter in one pass over memory, bit for bit that of `torch.optim`.
+"""SGD, Adam and AdamW: the update of one parameter in one pass over memory, with the bits of `torch.optim`.
 
-In: parameter, gradient and state, dense float32 of one layout; all but the gradient are updated in place. The bits are
-those of torch.optim with foreach=False, fused=False, capturable=False, differentiable=False: the same roundings in the
-same order, found by experiment on torch 2.13, for vector bodies and tails alike:
+In: parameter, gradient and state, dense float32 of one layout. Out: all but the gradient are updated in place. The bits
+are the same as with foreach=False, fused=False, capturable=False, differentiable=False: the same roundings in the same
+order, found by experiment on torch 2.13, for vector bodies and tails alike:
 
     a.add(b, alpha=v)            fma(v, b, a)
     a.lerp(b, w)                 fma(w, b - a, a) if |w| < 0.5 else fma(-(b - a), 1 - w, b)
     a.addcmul(b, c, value=v)     fma(v b, c, a)
     a.addcdiv(b, c, value=v)     a + (v b) / c
-    sqrt                         MKL's, not the correctly rounded one, where PyTorch was built with MKL: it is called
+    sqrt                         where PyTorch was built with MKL, a call of MKL's, which is not correctly rounded
 
-PyTorch built or run without fused multiply-add rounds differently; `is_bit_identical` asks once per process. Not done:
-amsgrad, maximize, sparse gradients, learning rates as tensors.
+Without fused multiply-add PyTorch rounds differently; `is_bit_identical` compares once per process. Not done: amsgrad,
+maximize, sparse gradients, learning rates as tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if HAS_NUMBA:
     from llvmlite import ir
     from numba import types
 
-# Elements of one iteration of the parallel loop: five arrays of them stay in the second cache between its two passes.
+# Elements of one iteration of the parallel loop: five arrays of them stay in the L2 cache between its two passes.
 _PIECE_ELEMENTS = 1 << 14
 # mkl_vml_defines.h: VML_HA, VML_FTZDAZ_OFF, VML_ERRMODE_IGNORE, as PyTorch calls it.
 _SQUARE_ROOT_MODE = 0x2 | 0x140000 | 0x100
@@ -56,15 +56,15 @@ def _fused(typing_context: Any, factor: Any, other: Any, addend: Any) -> Any:
 
 @_intrinsic
 def _call_square_root(typing_context: Any, address: Any, number: Any, source: Any, target: Any) -> Any:
-    """MKL's vmsSqrt, at an address."""
+    """Call MKL's vmsSqrt, which is at an address."""
     signature = types.void(types.int64, types.int64, types.int64, types.int64)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         number, pointer, mode = ir.IntType(32), ir.FloatType().as_pointer(), ir.IntType(64)
-        kind = ir.FunctionType(ir.VoidType(), [number, pointer, pointer, mode])
-        function = builder.inttoptr(arguments[0], kind.as_pointer())
-        places = [builder.inttoptr(place, pointer) for place in arguments[2:]]
-        builder.call(function, [builder.trunc(arguments[1], number), *places, ir.Constant(mode, _SQUARE_ROOT_MODE)])
+        function_type = ir.FunctionType(ir.VoidType(), [number, pointer, pointer, mode])
+        function = builder.inttoptr(arguments[0], function_type.as_pointer())
+        pointers = [builder.inttoptr(address, pointer) for address in arguments[2:]]
+        builder.call(function, [builder.trunc(arguments[1], number), *pointers, ir.Constant(mode, _SQUARE_ROOT_MODE)])
         return context.get_dummy_value()
 
     return signature, generate
@@ -116,8 +116,8 @@ def _moments_piece(
             parameter[index] *= shrink
         if is_coupled:
             step = _fused(decay, parameter[index], step)
-        apart = step - average[index]
-        average[index] = _fused(weight, apart, average[index]) if is_small else _fused(-apart, rest, step)
+        difference = step - average[index]
+        average[index] = _fused(weight, difference, average[index]) if is_small else _fused(-difference, rest, step)
         average_square[index] = _fused(taken * step, step, average_square[index] * beta2)
 
 
@@ -174,7 +174,7 @@ def sgd_step(
     """One step of torch.optim.SGD; at the first step the momentum buffer is written, not read."""
     flat = _flat(parameter).numpy()
     if momentum != 0 and momentum_buffer is None:
-        raise ValueError("sgd_step: momentum without a momentum buffer")
+        raise ValueError("sgd_step: with momentum a momentum buffer is required; found None")
     buffer = flat if momentum_buffer is None else _flat(momentum_buffer).numpy()
     constants = (numpy.float32(value) for value in (-learning_rate, momentum, 1 - dampening, weight_decay))
     flags = (weight_decay != 0, momentum != 0, is_first_step, nesterov)
@@ -210,17 +210,17 @@ def adam_step(
 
 @functools.cache
 def _square_root() -> int:
-    """The address of the square root that PyTorch calls; 0 for the processor's own."""
+    """The address of the square root that PyTorch calls; 0 for the processor's instruction."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if not library.exists():  # only Linux's has MKL and this name
+    if not library.exists():  # only PyTorch for Linux has MKL and this file name
         return 0
-    function = getattr(ctypes.CDLL(str(library)), "vmsSqrt", None)  # which is loaded already
+    function = getattr(ctypes.CDLL(str(library)), "vmsSqrt", None)  # the library is loaded already
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache
 def is_bit_identical() -> bool:
-    """Whether this PyTorch rounds as stated above; asked once, on a small example of every step."""
+    """Whether this PyTorch rounds as described above, found once from small examples."""
     plain: Any = {"dtype": torch.float32, "device": "cpu"}
     generator = torch.Generator().manual_seed(0)
     for options in ({"weight_decay": 0.1}, {"weight_decay": 0.1, "betas": (0.4, 0.9)}):

@@ -1,14 +1,14 @@
-"""The float32 matrix product, written twice: naive, and blocked with the block size as a parameter. To be read.
+"""The float32 matrix product, written twice to show what caches do: naive, and blocked with a given block size.
 
-In: a [m, k] and b [k, n], dense; out [m, n] is written. Libraries (MKL, oneDNN) are faster, because they keep a tile of
-the output in registers; these loops stand beside them to show what the caches do (benchmarks/products.py).
+In: a [m, k] and b [k, n], dense. Out: written into out [m, n]. Libraries (MKL, oneDNN) are faster, because a tile of
+the output stays in registers; benchmarks/products.py compares.
 
-Naive: each output element walks down a column of b, one cache line per multiplication once b outgrows the cache.
+Naive: each output element reads a column of b, one cache line per multiplication once b outgrows the cache.
 
-Blocked (Lam, Rothberg, Wolf 1991): a block of b, size x size, is copied together and used for every row of a before
-the next one is fetched. It does 2 size^2 operations per row for size elements of a and of out each: the arithmetic
-intensity grows with the size until the block (4 size^2 bytes) no longer fits in the cache. Inside, four rows of a meet
-four rows of the block at a time: one load of the block serves four multiplications, and one of the output too.
+Blocked (Lam, Rothberg, Wolf 1991): a block of b, size x size, is copied and used for every row of a before the next
+block is read. It does 2 size^2 operations per row for size elements of a and of out each: the arithmetic intensity
+grows with the size until the block (4 size^2 bytes) no longer fits in the cache. The inner loop multiplies four rows of
+a with four rows of the block: one load from the block serves four multiplications, and so does one load of the output.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ def _blocked(a: Any, b: Any, size: int, blocks: Any, out: Any) -> None:
 
 
 def multiply_naive(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """out = a @ b, by rows and columns."""
+    """out = a @ b, element by element."""
     run_parallel(_naive, a.detach().numpy(), b.detach().numpy(), out.numpy())
 
 
 def multiply_blocked(a: torch.Tensor, b: torch.Tensor, block_size: int, out: torch.Tensor) -> None:
-    """out = a @ b, by blocks of block_size x block_size of b; each thread has a share of the rows of a."""
+    """out = a @ b, in blocks of b of block_size x block_size; each thread has a share of the rows of a."""
     if block_size < 1:
         raise ValueError(f"multiply_blocked: a block size of at least 1 was required; found {block_size}")
-    # A few columns more than the block has: rows a power of two apart compete for the same cache set.
+    # A few columns more than needed, since rows a power of two apart compete for the same cache set.
     blocks = torch.empty(torch.get_num_threads(), block_size, block_size + 16)
     run_parallel(_blocked, a.detach().numpy(), b.detach().numpy(), block_size, blocks.numpy(), out.numpy())

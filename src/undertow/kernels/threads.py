@@ -1,10 +1,10 @@
-"""Running Numba's parallel loops without moving anyone's thread counts, and in forked processes without threads.
+"""Run Numba's parallel loops without changing any thread count, and without threads in forked processes.
 
-Numba's OpenMP layer shares the OpenMP library with PyTorch and sets its number of threads when it starts: PyTorch would
-go on with another number than the user chose, and add in another order.
+In: a compiled loop and its arguments. Numba's OpenMP layer shares the OpenMP library with PyTorch and sets its number
+of threads when it starts. PyTorch would then run with another number than the user chose, and add in another order.
 
-The threads of GNU OpenMP do not survive a fork: a parallel region in the child waits for ever in PyTorch, and ends the
-process in Numba. A child of a process that has made a step therefore runs on one thread.
+The threads of GNU OpenMP do not survive a fork: in the child, a parallel region of PyTorch waits forever, and one of
+Numba ends the process. So a child of a process that has run a step uses one thread.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 
 from undertow.kernels.compiler import numba
 
-_has_threads_gone = False
+_is_forked = False
 
 
 def run_parallel(loop: Callable[..., None], *args: Any) -> None:
     """Call a compiled loop on as many threads as PyTorch uses, and leave both counts as they were."""
-    if _has_threads_gone:
+    if _is_forked:
         _on_one_thread(loop)(*args)
         torch.set_num_threads(1)  # the first loop of a process starts Numba's threads, which sets PyTorch's count
         return
@@ -39,18 +39,18 @@ def run_parallel(loop: Callable[..., None], *args: Any) -> None:
 
 @cache
 def _on_one_thread(loop: Any) -> Callable[..., None]:
-    """The same loop compiled without threads; not kept on disk, where it would be taken for the other."""
+    """The same loop compiled without threads. It is not cached on disk, where it would be mistaken for the other."""
     return numba.jit(**{**loop.targetoptions, "parallel": False})(loop.py_func)
 
 
 @cache
 def survive_forks() -> None:
-    """Have processes forked from this one run on one thread; to be called before anything has threads."""
+    """Make processes forked from this one use one thread. Call it before anything has started threads."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_go_on_alone)
+        os.register_at_fork(after_in_child=_use_one_thread)
 
 
-def _go_on_alone() -> None:
-    global _has_threads_gone
-    _has_threads_gone = True
+def _use_one_thread() -> None:
+    global _is_forked
+    _is_forked = True
     torch.set_num_threads(1)

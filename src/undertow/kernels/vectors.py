@@ -1,11 +1,11 @@
 """Vectors of 16 float32 for Numba: loads and stores under a mask of bits, arithmetic, and the kernel of a product.
 
 In and out: addresses as integers, and values of the type `vector`, which live in registers. LLVM's own loop vectoriser
-gives up on the transforms of Winograd (too many arrays that might overlap) and on blocking a product in registers;
-written as vectors, both become straight-line code: one AVX-512 register each, or several narrower ones elsewhere.
+gives up on the transforms of Winograd (too many arrays that might overlap) and on blocking a product in registers.
+Written as vectors, both become straight-line code: a vector is one AVX-512 register, or several narrower ones.
 
-A product and a sum that meet become one fused operation, on every machine alike, so the bits do not depend on the
-compiler's mood. Addresses are not checked: callers own the bounds.
+A product that is added to a sum becomes one fused operation on every machine, so the bits do not depend on what the
+compiler chooses. Not done: checks of addresses; callers are responsible for the bounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LANES = ir.VectorType(_FLOAT, NUM_LANES)
 _BITS = ir.VectorType(ir.IntType(1), NUM_LANES)
 _INDEX = ir.IntType(64)
 _CONTRACT = ("contract",)
-# Numba's own annotation counts the typing context among the arguments of a call.
+# Numba annotates an intrinsic with its Python signature, which has one argument more than its calls.
 _intrinsic: Any = intrinsic
 
 
@@ -41,12 +41,12 @@ vector = VectorType()
 
 @register_model(VectorType)
 class _VectorModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _LANES)
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, _LANES)
 
 
-def _pointer(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.inttoptr(address, kind.as_pointer())
+def _pointer(builder: Any, address: Any, element_type: Any) -> Any:
+    return builder.inttoptr(address, element_type.as_pointer())
 
 
 def _splat(builder: Any, scalar: Any) -> Any:
@@ -108,8 +108,8 @@ def load_where(typingctx: Any, address: Any, bits: Any) -> Any:
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], _LANES)
-        kind = ir.FunctionType(_LANES, [pointer.type, ir.IntType(32), _BITS, _LANES])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.load.v16f32.p0v16f32")
+        function_type = ir.FunctionType(_LANES, [pointer.type, ir.IntType(32), _BITS, _LANES])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.masked.load.v16f32.p0v16f32")
         zero = ir.Constant(_LANES, [0.0] * NUM_LANES)
         return builder.call(function, [pointer, ir.Constant(ir.IntType(32), 4), _mask(builder, args[1]), zero])
 
@@ -122,8 +122,8 @@ def store_where(typingctx: Any, address: Any, value: Any, bits: Any) -> Any:
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], _LANES)
-        kind = ir.FunctionType(ir.VoidType(), [_LANES, pointer.type, ir.IntType(32), _BITS])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16f32.p0v16f32")
+        function_type = ir.FunctionType(ir.VoidType(), [_LANES, pointer.type, ir.IntType(32), _BITS])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.masked.store.v16f32.p0v16f32")
         builder.call(function, [args[1], pointer, ir.Constant(ir.IntType(32), 4), _mask(builder, args[2])])
         return context.get_dummy_value()
 
@@ -205,11 +205,11 @@ def zeros(typingctx: Any) -> Any:
 
 
 def make_product_kernel(num_rows: int, num_vectors: int) -> Callable[..., None]:
-    """The kernel of a product, held in registers: c[r, :] (+)= sum over d of a[r, d] b[d, :].
+    """The kernel of a product, with its sums in registers: c[r, :] (+)= sum over d of a[r, d] b[d, :].
 
     r runs over `num_rows`, the columns over `num_vectors` vectors. Arguments of the kernel, strides in bytes: address
     of a, its strides over r and d; address of b and its stride over d; address of c and its stride over r; the number
-    of terms; whether to add to what c holds.
+    of terms; whether to add to the present content of c.
     """
     block = [(row, column) for row in range(num_rows) for column in range(num_vectors)]
 
@@ -260,16 +260,16 @@ def make_product_kernel(num_rows: int, num_vectors: int) -> Callable[..., None]:
             total.add_incoming(zero, before)
             total.add_incoming(new_sum, loop)
             totals.append(total)
-        places = [_pointer(builder, at(c, c_row, row, 64 * column), _LANES) for row, column in block]
+        targets = [_pointer(builder, at(c, c_row, row, 64 * column), _LANES) for row, column in block]
         with builder.if_else(is_added) as (then, otherwise):
             with then:
-                for place, total in zip(places, totals, strict=True):
-                    held = builder.load(place)
-                    held.align = 4
-                    builder.store(builder.fadd(held, total), place, align=4)
+                for target, total in zip(targets, totals, strict=True):
+                    present = builder.load(target)
+                    present.align = 4
+                    builder.store(builder.fadd(present, total), target, align=4)
             with otherwise:
-                for place, total in zip(places, totals, strict=True):
-                    builder.store(total, place, align=4)
+                for target, total in zip(targets, totals, strict=True):
+                    builder.store(total, target, align=4)
         return context.get_dummy_value()
 
     @_intrinsic

@@ -1,6 +1,6 @@
-"""The winner of a pooling window in one byte, instead of PyTorch's eight: its place inside the window.
+"""The winner of a pooling window as one byte, its position inside the window, instead of PyTorch's eight.
 
-PyTorch's index counts the winner's place in the whole plane. Window, stride, padding and dilation give it back.
+In: PyTorch's indices, which are positions in the whole plane, and the geometry of the windows. Out: codes. And back.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def encode_windows(
     dilation: Pair,
     out: Out = None,
 ) -> torch.Tensor:
-    """One byte per window; `width` is that of the plane that was pooled."""
+    """One byte per window; the pooled plane is `width` wide."""
     codes = given(out, 0, lambda: torch.empty(indices.shape, dtype=torch.uint8))
     run_parallel(_encode, _planes(indices), _planes(codes), width, kernel_width, stride, padding, dilation)
     return codes

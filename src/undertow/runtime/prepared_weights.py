@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from undertow.ir import Input, Program, Value
-from undertow.kernels.fingerprint import fingerprint, places_of
+from undertow.kernels.fingerprint import fingerprint, sample_addresses
 from undertow.ops.modes import below_autograd
 from undertow.runtime.code import compile_program
 
@@ -53,7 +53,7 @@ class _State:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._references = [weakref.ref(tensor) for tensor in tensors]
         self._marks = _marks(tensors)
-        self._places = places_of(tensors)
+        self._places = sample_addresses(tensors)
         self._fingerprint = fingerprint(self._places)
 
     def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:

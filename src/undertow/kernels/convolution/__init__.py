@@ -1,8 +1,8 @@
 """Convolution algorithms for the CPU, each with forward pass, cotangent of the input and cotangent of the weights.
 
-In: dense channels_last float32 tensors and contiguous weights. Out: written into given tensors. `ALGORITHMS` holds all
-of them, without Numba none; which is fastest for a shape is for the caller to measure. Nothing here knows of programs
-or plans.
+In: dense channels_last float32 tensors and contiguous weights. Out: written into given tensors. `ALGORITHMS` lists all
+of them, and is empty without Numba. The caller measures which is fastest for a shape. Nothing here knows of Programs or
+plans.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """What every convolution algorithm offers.
 
 In: dense channels_last activations, contiguous [out, in / groups, kernel height, kernel width] weights, float32, on the
-CPU. Out: written into given tensors of the same layouts, with the help of a given workspace.
+CPU. Out: written into given tensors of the same layouts, using a given workspace.
 
 A pass computes, with x the input, w the weights, y the output and ct the cotangent of y:
 
-    FORWARD          y[o]   = relu(sum over taps and input channels of w x + bias[o])     bias and relu where asked
+    FORWARD          y[o]   = relu(sum over taps and input channels of w x + bias[o])     bias and relu are optional
     BACKWARD_DATA    ct_x   = the adjoint of the sum in x, applied to ct
     BACKWARD_WEIGHT  ct_w   = the adjoint of the sum in w, applied to ct;  ct_bias = sum of ct over the pixels
 
-Where the forward pass had a ReLU, `mask` tells the backward passes where it let the cotangent through: one bit per
-element of y in the order of memory (uint8, see kernels/bits.py), or y itself (float32).
+If the forward pass had a ReLU, `mask` tells the backward passes where it passes the cotangent on: one bit per element
+of y in the order of memory (uint8, see kernels/bits.py), or y itself (float32).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Workspace:
         start, self.used_bytes = self.used_bytes, self.used_bytes + align(num_bytes)
         if start + num_bytes > self.tensor.numel():
             raise ValueError(
-                f"a convolution needs a workspace of at least {self.used_bytes:,} bytes; "
-                f"it was given {self.tensor.numel():,}; ask workspace_bytes with the same number of threads"
+                f"a convolution needs a workspace of at least {self.used_bytes:,} bytes; it was given "
+                f"{self.tensor.numel():,}; allocate workspace_bytes(...), called with the same number of threads"
             )
         return self.tensor[start : start + num_bytes]
 
@@ -86,7 +86,7 @@ class Workspace:
 
 
 class Algorithm(ABC):
-    """One way to compute the three passes; stateless."""
+    """One way to compute the three passes. Stateless."""
 
     name: str
 
@@ -96,7 +96,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def workspace_bytes(self, shape: ConvolutionShape, step: Pass) -> int:
-        """What the pass needs as workspace, with PyTorch's present number of threads."""
+        """The workspace that the pass needs, with PyTorch's present number of threads."""
 
     @abstractmethod
     def error_bound(self, shape: ConvolutionShape, step: Pass) -> float:
@@ -111,7 +111,7 @@ class Algorithm(ABC):
         self, shape: ConvolutionShape, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor, *,
         bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Write y to `out`; with a ReLU, where it let through to `mask`."""
+        """Write y to `out`, and where the ReLU passes the cotangent on to `mask`."""
 
     @abstractmethod
     def backward_data(
@@ -128,14 +128,14 @@ class Algorithm(ABC):
         """Write the cotangents of the weights and the bias."""
 
     def backward_bytes(self, shape: ConvolutionShape) -> int:
-        """What `backward` needs as workspace when it computes everything."""
+        """The workspace that `backward` needs to compute all results."""
         return max(self.workspace_bytes(shape, step) for step in (Pass.BACKWARD_DATA, Pass.BACKWARD_WEIGHT))
 
     def backward(
         self, shape: ConvolutionShape, ct: Tensor, x: Tensor | None, weight: Tensor, ct_x: Tensor | None,
         ct_weight: Tensor | None, ct_bias: Tensor | None, workspace: Tensor, *, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Both backward passes, those whose result is given."""
+        """Run each backward pass whose result tensor is given."""
         if ct_weight is not None:
             assert x is not None
             self.backward_weight(shape, ct, x, ct_weight, workspace, ct_bias=ct_bias, mask=mask)
@@ -150,14 +150,14 @@ class Algorithm(ABC):
 
 
 class PreparedAlgorithm(Algorithm):
-    """One that reads its weights in a form of its own, which can be made once for many forward passes.
+    """An algorithm with its own form of the weights, which can be made once for many evaluations.
 
-    The same arithmetic as `forward`, and the same bits. Abstract.
+    `evaluate` has the same arithmetic as `forward`, and the same bits. Abstract.
     """
 
     @abstractmethod
     def prepared_bytes(self, shape: ConvolutionShape) -> int:
-        """What the prepared weights take."""
+        """The size of the prepared weights."""
 
     @abstractmethod
     def prepare(self, shape: ConvolutionShape, weight: Tensor, prepared: Tensor) -> None:
@@ -165,11 +165,11 @@ class PreparedAlgorithm(Algorithm):
 
     @abstractmethod
     def evaluation_bytes(self, shape: ConvolutionShape) -> int:
-        """What `evaluate` needs as workspace."""
+        """The workspace that `evaluate` needs."""
 
     @abstractmethod
     def evaluate(
         self, shape: ConvolutionShape, x: Tensor, prepared: Tensor, out: Tensor, workspace: Tensor, *,
         bias: Tensor | None = None, residual: Tensor | None = None, has_relu: bool = False,
     ) -> None:  # fmt: skip
-        """Write relu(convolution + bias + residual) to `out`; the residual lies as `out` does."""
+        """Write relu(convolution + bias + residual) to `out`; the residual has the layout of `out`."""

@@ -1,9 +1,9 @@
 """PyTorch's own convolution: oneDNN's direct algorithm where PyTorch has it.
 
-In and out: see algorithm.py. Refuses windows that lie in the padding alone. PyTorch's backward function allocates its
-results, which are then copied into the given tensors; how much it allocates is stated as workspace, so that a plan
-counts it, but the given workspace is used only for the masked cotangent. The forward pass adds into a zeroed output,
-which oneDNN does in place; of one channel it is computed beside and copied.
+In and out: see algorithm.py. Refuses windows that lie wholly in the padding. PyTorch's backward function allocates its
+results, which are then copied into the given tensors. What it allocates is stated as workspace so that a plan counts
+it, but the given workspace is used only for the masked cotangent. The forward pass adds into a zeroed output, which
+oneDNN does in place; with one input channel, PyTorch allocates the output and it is copied.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Direct(Algorithm):
     name = "direct (oneDNN)"
 
     def refusal(self, shape: ConvolutionShape) -> str | None:
-        # Where a window lies wholly in the padding, oneDNN reads beside the image (torch 2.13: it may crash).
+        # Where a window lies wholly in the padding, oneDNN reads outside the image (torch 2.13: it may crash).
         sides = zip(shape.padding, shape.dilation, shape.kernel, strict=True)
-        is_beside = any(padding > dilation * (kernel - 1) for padding, dilation, kernel in sides)
-        return f"padding {shape.padding} reaches beyond the kernel" if is_beside else None
+        is_outside = any(padding > dilation * (kernel - 1) for padding, dilation, kernel in sides)
+        return f"padding {shape.padding} reaches beyond the kernel" if is_outside else None
 
     def workspace_bytes(self, shape: ConvolutionShape, step: Pass) -> int:
         weights = 4 * torch.Size(shape.weight_shape).numel()
@@ -60,7 +60,7 @@ class Direct(Algorithm):
             return
         padding, stride, dilation, groups = geometry
         if shape.in_channels == 1:
-            # It lies in both layouts; by the strides of channels_last some geometries come out wrong (torch 2.13).
+            # x has both layouts; with the strides of channels_last some geometries come out wrong (torch 2.13).
             height, width = shape.in_size
             x = x.as_strided(x.shape, (height * width, height * width, width, 1))
         out.copy_(torch.convolution(x, weight, bias, stride, padding, dilation, False, (0, 0), groups))
@@ -88,7 +88,7 @@ class Direct(Algorithm):
             masked = pieces.take_floats(ct.numel()).as_strided(ct.shape, ct.stride())
             mask_cotangent(ct, mask, masked, None, sums)
             ct = masked
-        # Without the weights' cotangent only the sizes of x are read, and any memory of that size will do.
+        # Without the weights' cotangent only the sizes of x are read, so any memory of that size will do.
         factor = x if x is not None else ct_x
         assert factor is not None
         wanted = [ct_x is not None, ct_weight is not None, ct_bias is not None]

@@ -1,8 +1,8 @@
-"""Around a convolution: bias, ReLU and its mask after the forward pass, that mask and ct_bias before the others.
+"""Bias, ReLU and mask after a convolution's forward pass; masked cotangent and ct_bias before its backward passes.
 
-In: dense channels_last tensors. Out: written into given tensors. For the algorithms that leave the product to a
-library; those with loops of their own do the same while an element is in a register anyway. The mask holds one bit per
-element in the order of memory, as kernels/bits.py packs it, set where the output is not <= 0.
+In: dense channels_last tensors. Out: written into given tensors. This serves the algorithms that leave the product to a
+library; the others do the same while an element is in a register. The mask has one bit per element in the order of
+memory, as kernels/bits.py packs it, set where the output is not <= 0.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from undertow.kernels.vectors import (
 
 
 def address_of(tensor: Tensor | None) -> int:
-    """Where the elements lie, or 0."""
+    """The address of the elements, or 0."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def gate_of(mask: Tensor | None) -> tuple[int, int]:
-    """The address of what masks a cotangent, and which kind it is: packed bits, or the ReLU's output."""
+    """The address of what masks a cotangent, and what it is: packed bits, or the ReLU's output."""
     if mask is None:
         return 0, NO_GATE
     return mask.data_ptr(), PACKED_GATE if mask.dtype == torch.uint8 else VALUE_GATE
@@ -41,10 +41,10 @@ def finish_row(
     source: int, bias: int, residual: int, target: int, mask: int, has_relu: bool, first_element: int, first: int,
     num_channels: int,
 ) -> None:  # fmt: skip
-    """Sums of one pixel to their place, with bias, residual, ReLU and mask; `first` is the first channel, for the bias.
+    """Write the sums of one pixel to the target, with bias, residual, ReLU and mask.
 
-    `bias`, `residual` and `mask` are addresses, or 0. The residual lies as the target does. With a mask, the channels
-    fill whole vectors.
+    `bias`, `residual` and `mask` are addresses, or 0; `first` is the first channel, for the bias. The residual has the
+    layout of the target. With a mask, the channels must fill whole vectors.
     """
     for channel in range(0, num_channels, 16):
         bits = tail_bits(num_channels, channel)
@@ -72,7 +72,7 @@ def _finish_rows(out: int, num_pixels: int, num_channels: int, bias: int, mask: 
 def finish_output(out: Tensor, bias: Tensor | None, has_relu: bool, mask: Tensor | None) -> None:
     """Bias, ReLU and mask over a whole output, in place."""
     num_channels = out.shape[1]
-    # Two threads would write the two halves of one byte of the mask where a pixel's channels do not fill vectors.
+    # If a pixel's channels do not fill vectors, two threads would write parts of the same byte of the mask.
     fused_mask = mask if num_channels % 16 == 0 else None
     if bias is not None or has_relu:
         run_parallel(
@@ -105,9 +105,9 @@ def _mask_rows(
 def mask_cotangent(
     ct: Tensor, mask: Tensor | None, masked: Tensor | None, ct_bias: Tensor | None, sums: Tensor
 ) -> None:
-    """ct where the ReLU let through to `masked`, and its sum over the pixels to `ct_bias`; None where not wanted.
+    """Write the masked ct to `masked`, and its sum over the pixels to `ct_bias`; None where not wanted.
 
-    `sums` is workspace: one row of channels for each of up to as many threads.
+    `sums` is workspace: one row of channels per part. At most as many threads as rows can work.
     """
     num_channels = ct.shape[1]
     run_parallel(

@@ -5,9 +5,9 @@ frequency and summed over channels (or images),
 
     y^ = x^ conj(w^)        ct_x^ = ct^ w^        ct_w^ = x^ conj(ct^)
 
-The work per pixel does not depend on the kernel's size. The grid is the padded image rounded up to factors 2, 3, 5: the
-kernels' transforms are as large as images, which is what the workspace mostly consists of. PyTorch's FFT takes scratch
-memory of its own besides. Not done: tiling of the image, strides, dilation, groups.
+The work per pixel does not depend on the kernel's size. The grid is the padded image rounded up to factors 2, 3, 5. The
+kernels' transforms are as large as images and fill most of the workspace. PyTorch's FFT also takes scratch memory of
+its own. Not done: tiling of the image, strides, dilation, groups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from undertow.kernels.convolution.epilogue import finish_output, mask_cotangent
 from undertow.kernels.convolution.shape import ConvolutionShape, Pair
 
 # Relative error of a transform in the 2-norm, per factor of two: u + sqrt(2) gamma_4 for radix 2 with rounded roots of
-# unity (Higham 2002, theorem 24.2), assumed of the library's other radices too.
+# unity (Higham 2002, theorem 24.2), assumed for the library's other radices too.
 _ERROR_PER_LEVEL = 7 * UNIT_ROUNDOFF
 
 
@@ -47,7 +47,7 @@ def _smooth(size: int) -> int:
 
 
 def _grid(shape: ConvolutionShape) -> Pair:
-    """One size for all passes: the padded image, in which nothing wraps around."""
+    """One size for all passes: the padded image, so that nothing wraps around."""
     height, width = (_smooth(size + 2 * pad) for size, pad in zip(shape.in_size, shape.padding, strict=True))
     return height, width
 
@@ -68,7 +68,7 @@ class Fourier(Algorithm):
         return None
 
     def _planes(self, shape: ConvolutionShape) -> tuple[int, int, int]:
-        """Images of x, of y and of w."""
+        """How many images x, y and w have."""
         return (
             shape.batch * shape.in_channels, shape.batch * shape.out_channels, shape.in_channels * shape.out_channels,
         )  # fmt: skip
@@ -85,8 +85,8 @@ class Fourier(Algorithm):
         )
 
     # The 2-norm of the error of one channel's result is at most (3 e + gamma) sqrt(L) |p|_2 |q|_2: e the error of each
-    # of three transforms, gamma that of the products per frequency, L the points of the grid. The 2-norms are at most
-    # the root of the number of elements times the largest; the largest error is at most the 2-norm.
+    # of three transforms, gamma the error of the products per frequency, L the points of the grid. The 2-norms are at
+    # most the root of the number of elements times the largest; the largest error is at most the 2-norm.
     def error_bound(self, shape: ConvolutionShape, step: Pass) -> float:
         num_points = math.prod(_grid(shape))
         num_in, num_out = math.prod(shape.in_size), math.prod(shape.out_size)
@@ -139,7 +139,7 @@ def _by_frequency(spectra: Tensor) -> Tensor:
 
 
 class _Pieces:
-    """The workspace of one pass: a real grid used again and again, and the spectra, frequencies outermost."""
+    """The workspace of one pass: one real grid for all transforms, and the spectra, frequencies outermost."""
 
     def __init__(self, shape: ConvolutionShape, workspace: Tensor) -> None:
         self.pieces, self.grid = Workspace(workspace), _grid(shape)

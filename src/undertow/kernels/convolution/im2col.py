@@ -1,9 +1,9 @@
-"""im2col: all patches laid out in memory, then one product by the library.
+"""im2col: copy all patches into memory, then let the library compute one product.
 
 In and out: see algorithm.py. The classical way (Chellapilla, Puri, Simard, "High Performance Convolutional Neural
-Networks for Document Processing", 2006). Its price is the memory: every input element is stored once per tap, 9 times
-for a 3 x 3 kernel; `patches_bytes` says how much. Takes every shape. The blocked form in patches.py stores one block at
-a time.
+Networks for Document Processing", 2006). It costs memory: every input element is stored once per tap, 9 times for a
+3 x 3 kernel; `patches_bytes` says how much. It takes every shape. The blocked form in patches.py stores one block at a
+time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _add_patches(
     patches: int, sizes: Any, first_channel: int, num_channels: int, out_size: Any, kernel: Any, stride: Any,
     padding: Any, dilation: Any, num_lines: int, target: int,
 ) -> None:  # fmt: skip
-    # col2im: an input pixel collects from every patch it is in, so that no two threads write the same element.
+    # col2im: each input pixel is summed over the patches that contain it, so no two threads write the same element.
     height, width, all_channels = sizes
     row = kernel[0] * kernel[1] * num_channels
     for line in numba.prange(num_lines):
@@ -60,8 +60,8 @@ def _add_patches(
                                 pixel = (image * out_size[0] + out_y) * out_size[1] + out_x
                                 element = pixel * row + (i * kernel[1] + j) * num_channels + channel
                                 total = total + load_where(patches + 4 * element, bits)
-                place = (line * width + x) * all_channels + first_channel + channel
-                store_where(target + 4 * place, total, bits)
+                index = (line * width + x) * all_channels + first_channel + channel
+                store_where(target + 4 * index, total, bits)
 
 
 @final
@@ -74,7 +74,7 @@ class Im2col(Algorithm):
         return None
 
     def patches_bytes(self, shape: ConvolutionShape) -> int:
-        """Of the patches of one group: num_taps times its input, for stride 1."""
+        """The size of one group's patches: num_taps times its input, for stride 1."""
         return 4 * shape.num_out_pixels * shape.num_taps * (shape.in_channels // shape.groups)
 
     def workspace_bytes(self, shape: ConvolutionShape, step: Pass) -> int:

@@ -1,13 +1,14 @@
 """Convolution as a product of patches with weights, a block of pixels at a time.
 
 In and out: addresses and sizes (integers). A patch is the row of all elements that one result pixel sums over, tap by
-tap, the channels innermost; a block of patches is gathered into the second cache, multiplied there, and forgotten. The
-same loop serves the forward pass and the cotangent of the input: position y of the result meets, at tap i, position
+tap, channels innermost. A block of patches is gathered into the L2 cache, multiplied there, and overwritten by the next
+block. The same loop serves the forward pass and the cotangent of the input: at tap i, position y of the result reads
+position
 
     (y multiply + offset + i step) / divide        of the source, where that is a whole number inside the image
 
-with (stride, -padding, dilation, 1) forward and (1, padding, -dilation, stride) for the cotangent. A stride s therefore
-costs s^2 times too many products in the latter: the zeros between are multiplied.
+with (stride, -padding, dilation, 1) forward and (1, padding, -dilation, stride) for the cotangent. There a stride s
+costs s^2 times too many products, since the zeros between are multiplied too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from undertow.kernels.vectors import (
 
 @numba.njit(forceinline=True, error_model="numpy")
 def patch_row_bytes(num_terms: int) -> int:
-    """Bytes between patches; whole blocks of rows, and off the powers of two, which share cache sets."""
+    """Bytes between patches: whole blocks of rows, and no power of two, since those share cache sets."""
     return 4 * ((num_terms + ROWS - 1) // ROWS * ROWS + 16)
 
 
@@ -40,14 +41,14 @@ def patch_row_bytes(num_terms: int) -> int:
 def _source_position(position: int, tap: int, rule: Any) -> int:
     multiply, offset, step, divide = rule
     numerator = position * multiply + offset + tap * step
-    # A division takes longer than the rest of a tap.
+    # A division would take longer than the rest of a tap.
     if divide == 1:
         return numerator
     return numerator // divide if numerator % divide == 0 else -1
 
 
 @numba.njit(forceinline=True, error_model="numpy")
-def _copy_run(source: int, gate: int, gate_kind: int, element: int, num_elements: int, target: int) -> None:
+def _copy_span(source: int, gate: int, gate_kind: int, element: int, num_elements: int, target: int) -> None:
     for offset in range(0, num_elements, 16):
         bits = tail_bits(num_elements, offset)
         passed = gate_bits(gate, gate_kind, element + offset, bits)
@@ -55,7 +56,7 @@ def _copy_run(source: int, gate: int, gate_kind: int, element: int, num_elements
 
 
 @numba.njit(forceinline=True, error_model="numpy")
-def _clear_run(num_elements: int, target: int) -> None:
+def _clear_span(num_elements: int, target: int) -> None:
     for offset in range(0, num_elements, 16):
         store_where(target + 4 * offset, zeros(), tail_bits(num_elements, offset))
 
@@ -65,34 +66,34 @@ def gather_patches(
     source: int, gate: int, gate_kind: int, sizes: Any, first_channel: int, num_channels: int, result_size: Any,
     kernel: Any, rule_y: Any, rule_x: Any, first: int, num_pixels: int, target: int, row_bytes: int,
 ) -> None:  # fmt: skip
-    """The patches of the result pixels from `first` on, of some of the source's channels."""
+    """Copy the patches of the result pixels from `first` on, for some of the source's channels."""
     height, width, all_channels = sizes
     line, x = first // result_size[1], first % result_size[1]
     image, y = line // result_size[0], line % result_size[0]
-    # Neighbouring taps lie side by side in memory: a whole row of the kernel is one run, which pays for few channels.
-    is_run = rule_x[2] == 1 and rule_x[3] == 1 and num_channels == all_channels
+    # Neighbouring taps are adjacent in memory: one copy for a whole row of the kernel is faster with few channels.
+    is_span = rule_x[2] == 1 and rule_x[3] == 1 and num_channels == all_channels
     for index in range(num_pixels):
-        place, left = target + index * row_bytes, _source_position(x, 0, rule_x)
-        is_whole_run = is_run and left >= 0 and left + kernel[1] <= width
+        address, left = target + index * row_bytes, _source_position(x, 0, rule_x)
+        is_whole_span = is_span and left >= 0 and left + kernel[1] <= width
         for i in range(kernel[0]):
             source_y = _source_position(y, i, rule_y)
             line_pixel = (image * height + source_y) * width
             if source_y < 0 or source_y >= height:
-                _clear_run(kernel[1] * num_channels, place)
-                place += 4 * kernel[1] * num_channels
-            elif is_whole_run:
+                _clear_span(kernel[1] * num_channels, address)
+                address += 4 * kernel[1] * num_channels
+            elif is_whole_span:
                 element, num_elements = (line_pixel + left) * all_channels, kernel[1] * num_channels
-                _copy_run(source, gate, gate_kind, element, num_elements, place)
-                place += 4 * num_elements
+                _copy_span(source, gate, gate_kind, element, num_elements, address)
+                address += 4 * num_elements
             else:
                 for j in range(kernel[1]):
                     source_x = _source_position(x, j, rule_x)
                     if 0 <= source_x < width:
                         element = (line_pixel + source_x) * all_channels + first_channel
-                        _copy_run(source, gate, gate_kind, element, num_channels, place)
+                        _copy_span(source, gate, gate_kind, element, num_channels, address)
                     else:
-                        _clear_run(num_channels, place)
-                    place += 4 * num_channels
+                        _clear_span(num_channels, address)
+                    address += 4 * num_channels
         x += 1
         if x == result_size[1]:
             x, y = 0, y + 1
@@ -105,14 +106,14 @@ def pack_weight(
     weight: int, num_groups: int, group_bytes: int, num_columns: int, column_bytes: int, num_channels: int,
     channel_bytes: int, num_taps: int, target: int,
 ) -> None:  # fmt: skip
-    """Weights as the product reads them: [group][panel of 32 columns][tap, channel][32], 0 beyond the last column."""
+    """Write the weights as the product reads them: [group][panel of 32 columns][tap, channel][32], padded with 0."""
     num_panels = (num_columns + PANEL - 1) // PANEL
     for index in numba.prange(num_groups * num_panels):
         group, panel = index // num_panels, index % num_panels
-        place = target + index * num_taps * num_channels * PANEL_BYTES
+        address = target + index * num_taps * num_channels * PANEL_BYTES
         num_lanes = min(PANEL, num_columns - PANEL * panel)
         at = weight + group * group_bytes + PANEL * panel * column_bytes
-        # 16 channels at a time, the nearer neighbours innermost: both sides stay within few cache lines.
+        # 16 channels at a time, the nearer neighbours innermost, so that reads and writes touch few cache lines.
         for start in range(0, num_channels, 16):
             num_near = min(16, num_channels - start)
             for pair in range(num_near * PANEL):
@@ -124,7 +125,7 @@ def pack_weight(
                     value = numba.float32(0)
                     if lane < num_lanes:
                         value = load_element(at + lane * column_bytes + channel * channel_bytes + 4 * tap)
-                    store_element(place + (tap * num_channels + channel) * PANEL_BYTES + 4 * lane, value)
+                    store_element(address + (tap * num_channels + channel) * PANEL_BYTES + 4 * lane, value)
 
 
 @numba.njit(parallel=True, cache=True, error_model="numpy")
@@ -133,11 +134,10 @@ def convolve_patches(
     rule_x: Any, num_pixels: int, block: int, is_gathered: bool, weight: int, bias: int, residual: int, target: int,
     mask: int, has_relu: bool, spread: Any, spread_size: Any, workspace: int,
 ) -> None:  # fmt: skip
-    """Blocks of patches times packed weights. Without gathering, patches are the pixels of the source themselves.
+    """Blocks of patches times packed weights. Without gathering, the pixels of the source are the patches.
 
-    Result pixel (y, x) is written at (y, x) times `spread` of images of `spread_size`.
-
-    Workspace: for each thread a block of patches (where gathered) and of their products.
+    Result pixel (y, x) is written to pixel (y, x) times `spread` of an image of `spread_size`. Workspace: for each
+    thread a block of patches (if gathered) and a block of their products.
     """
     num_in, num_out = sizes[2] // num_groups, result_sizes[2] // num_groups
     num_terms, num_panels = kernel[0] * kernel[1] * num_in, (num_out + PANEL - 1) // PANEL
@@ -179,10 +179,10 @@ def correlate_patches(
     gate_kind: int, result_sizes: Any, num_pixels: int, block: int, is_gathered: bool, num_sums: int, target: int,
     ct_bias: int, workspace: int,
 ) -> None:  # fmt: skip
-    """Patches^T times cotangents, as partial sums [part][group][panel][tap, channel][32]; those of the bias likewise.
+    """Patches^T times cotangents, as partial sums [part][group][panel][tap, channel][32].
 
-    Partial sums of the bias lie [part][group][panel][32] at `ct_bias`, unless that is 0. Workspace: for each partial
-    sum a block of patches (where gathered) and of cotangents.
+    Partial sums for the bias go to `ct_bias` as [part][group][panel][32], unless it is 0. Workspace: for each partial
+    sum a block of patches (if gathered) and a block of cotangents.
     """
     num_in, num_out = sizes[2] // num_groups, result_sizes[2] // num_groups
     num_terms, num_panels = kernel[0] * kernel[1] * num_in, (num_out + PANEL - 1) // PANEL
@@ -210,13 +210,13 @@ def correlate_patches(
                         cotangent, gate, gate_kind, result_sizes[2], first_channel, min(PANEL, num_out - PANEL * panel),
                         first, num_rows, b,
                     )  # fmt: skip
-                    place = (part * num_groups + group) * num_panels + panel
+                    position = (part * num_groups + group) * num_panels + panel
                     multiply_panel(
-                        a, 4, a_step, b, target + place * num_rows_c * PANEL_BYTES, PANEL_BYTES, num_rows_c, num_rows,
-                        is_added,
+                        a, 4, a_step, b, target + position * num_rows_c * PANEL_BYTES, PANEL_BYTES, num_rows_c,
+                        num_rows, is_added,
                     )  # fmt: skip
                     if ct_bias != 0:
-                        _add_rows(b, num_rows, ct_bias + place * PANEL_BYTES, is_added)
+                        _add_rows(b, num_rows, ct_bias + position * PANEL_BYTES, is_added)
 
 
 @numba.njit(error_model="numpy")
@@ -227,12 +227,12 @@ def _gather_cotangents(
     low, high = tail_bits(num_channels, 0), tail_bits(num_channels, 16) if num_channels > 16 else 0
     for index in range(num_pixels):
         element = (first + index) * all_channels + first_channel
-        place = target + index * PANEL_BYTES
-        store(place, load_where(cotangent + 4 * element, gate_bits(gate, gate_kind, element, low)))
+        address = target + index * PANEL_BYTES
+        store(address, load_where(cotangent + 4 * element, gate_bits(gate, gate_kind, element, low)))
         bits = high
         if high != 0:
             bits = gate_bits(gate, gate_kind, element + 16, high)
-        store(place + 64, load_where(cotangent + 4 * element + 64, bits))
+        store(address + 64, load_where(cotangent + 4 * element + 64, bits))
 
 
 @numba.njit(error_model="numpy")
@@ -251,7 +251,7 @@ def _add_rows(source: int, num_rows: int, target: int, is_added: bool) -> None:
 def unpack_weight_cotangent(
     source: int, num_sums: int, num_groups: int, num_out: int, num_in: int, num_taps: int, target: int
 ) -> None:
-    """Partial sums of the weights' cotangent, added in their order, to [out, in / groups, taps]."""
+    """Add the partial sums of the weights' cotangent, in order, into [out, in / groups, taps]."""
     num_panels, num_terms = (num_out + PANEL - 1) // PANEL, num_taps * num_in
     panel_bytes = (num_terms + ROWS - 1) // ROWS * ROWS * PANEL_BYTES
     for out in numba.prange(num_groups * num_out):

@@ -1,10 +1,10 @@
-"""Two algorithms over blocks of patches: im2col with a bounded workspace, and the product for kernels of 1 x 1.
+"""Two algorithms over blocks of patches: im2col with a bounded workspace, and the product for 1 x 1 kernels.
 
-In and out: see algorithm.py; the loops: patch_loops.py. Blocked im2col (the patches never all in memory: Dukhan, "The
-Indirect Convolution Algorithm", 2019, goes further and stores only addresses) takes every shape. A 1 x 1 kernel without
-padding needs no patches: the pixels are the rows of the product, read where they lie; with a stride, or a cotangent to
-be masked, the pixels needed are copied block by block. Groups are worked through one after the other: with few channels
-in each, most of a panel of 32 columns is empty and the plain or direct algorithm is faster.
+In and out: see algorithm.py. The loops are in patch_loops.py. Blocked im2col takes every shape and never has all
+patches in memory (Dukhan, "The Indirect Convolution Algorithm", 2019, goes further and stores only addresses). A 1 x 1
+kernel without padding needs no patches: the product reads the pixels as its rows. With a stride, or a cotangent to
+mask, the needed pixels are copied block by block. Groups are computed one after the other; with few channels in each,
+most of a panel of 32 columns is empty and the plain or direct algorithm is faster.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, ROWS
 from undertow.kernels.convolution.shape import ConvolutionShape, Pair
 from undertow.kernels.threads import run_parallel
 
-# Pixels per block: as many as fill about half of a second cache of 1 MiB with patches.
+# Pixels per block: their patches fill about half of an L2 cache of 1 MiB.
 _BLOCK_BYTES = 2**19
-_MOST_PIXELS, _LEAST_PIXELS = 128, 16
+_MAX_PIXELS, _MIN_PIXELS = 128, 16
 
 Rule = tuple[int, int, int, int]
 
 
 def _rules(shape: ConvolutionShape, is_data: bool) -> tuple[Rule, Rule]:
-    """Where a tap finds its source, in both directions; see patch_loops."""
+    """Which source position a tap reads, in both directions; see patch_loops."""
     if is_data:
         y, x = ((1, p, -d, s) for s, p, d in zip(shape.stride, shape.padding, shape.dilation, strict=True))
     else:
@@ -45,7 +45,7 @@ def _rules(shape: ConvolutionShape, is_data: bool) -> tuple[Rule, Rule]:
 
 
 class _Patches(PreparedAlgorithm):
-    """Products of gathered rows; abstract in which rows need gathering."""
+    """Products of gathered rows. Abstract: a subclass says whether rows need gathering."""
 
     def _is_gathered(self, shape: ConvolutionShape, is_masked: bool) -> bool:
         raise NotImplementedError
@@ -57,7 +57,7 @@ class _Patches(PreparedAlgorithm):
         return 64 + sum(map(align, self._piece_bytes(shape, step)))
 
     def _piece_bytes(self, shape: ConvolutionShape, step: Pass) -> list[int]:
-        """Of the weights, or the sums of their cotangent; of the blocks; of the sums of the bias's cotangent."""
+        """Sizes: the weights or the sums of their cotangent, the blocks, the sums of the bias's cotangent."""
         in_channels, out_channels = _channels(shape, step is Pass.BACKWARD_DATA)
         terms, num_panels = shape.num_taps * in_channels, -(-out_channels // PANEL)
         block = _block(terms)
@@ -74,7 +74,7 @@ class _Patches(PreparedAlgorithm):
         self, shape: ConvolutionShape, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor, *,
         bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        # A byte of the mask must not straddle two pixels or two groups: they may be written by two threads.
+        # Different threads may write different pixels and groups, so no byte of the mask may belong to two of them.
         fused_mask = mask if shape.out_channels // shape.groups % 16 == 0 else None
         self._convolve(shape, Pass.FORWARD, x, None, weight, out, workspace, bias, has_relu, fused_mask)
         if mask is not None and fused_mask is None:
@@ -123,7 +123,7 @@ class _Patches(PreparedAlgorithm):
         in_size, out_size = (shape.out_size, shape.in_size) if is_data else (shape.in_size, shape.out_size)
         rules, spread, spread_size = _rules(shape, is_data), (1, 1), out_size
         if is_data and shape.num_taps == 1 and shape.stride != (1, 1) and shape.padding == (0, 0):
-            # Each output pixel goes back to one input pixel; the others, in between, get nothing.
+            # Each output pixel comes from one input pixel; the input pixels in between have cotangent 0.
             out.zero_()
             out_size, spread, rules = shape.out_size, shape.stride, ((1, 0, 1, 1), (1, 0, 1, 1))
         run_parallel(
@@ -169,14 +169,14 @@ def _pack(shape: ConvolutionShape, step: Pass, weight: Tensor, packed: int) -> N
 
 
 def _channels(shape: ConvolutionShape, is_data: bool) -> Pair:
-    """Summed over and resulting, of one group."""
+    """The channels of one group that are summed over, and the channels of its result."""
     num_in, num_out = shape.in_channels // shape.groups, shape.out_channels // shape.groups
     return (num_out, num_in) if is_data else (num_in, num_out)
 
 
 def _block(num_terms: int) -> int:
     fitting = _BLOCK_BYTES // patch_row_bytes(num_terms) // ROWS * ROWS
-    return max(_LEAST_PIXELS, min(_MOST_PIXELS, fitting))
+    return max(_MIN_PIXELS, min(_MAX_PIXELS, fitting))
 
 
 def _num_sums(shape: ConvolutionShape, block: int) -> int:
@@ -185,7 +185,7 @@ def _num_sums(shape: ConvolutionShape, block: int) -> int:
 
 @final
 class BlockedIm2col(_Patches):
-    """im2col by blocks of pixels."""
+    """im2col in blocks of pixels."""
 
     name = "blocked im2col"
 
@@ -198,7 +198,7 @@ class BlockedIm2col(_Patches):
 
 @final
 class Pointwise(_Patches):
-    """A kernel of 1 x 1 as a product of pixels and weights."""
+    """A 1 x 1 kernel as a product of pixels and weights."""
 
     name = "1x1 product"
 
@@ -206,10 +206,10 @@ class Pointwise(_Patches):
         if shape.kernel != (1, 1):
             return f"the kernel is {shape.kernel[0]} x {shape.kernel[1]}, not 1 x 1"
         if shape.padding != (0, 0):
-            return f"the padding is {shape.padding}, not 0: its pixels are no rows of the input"
+            return f"the padding is {shape.padding}, not 0: padded pixels are not rows of the input"
         return None
 
     def _is_gathered(self, shape: ConvolutionShape, is_masked: bool) -> bool:
-        # Rows are read in blocks of 8 channels for the weights' cotangent.
+        # The weights' cotangent reads rows in blocks of 8 channels.
         has_whole_rows = shape.in_channels // shape.groups % ROWS == 0
         return is_masked or shape.stride != (1, 1) or not has_whole_rows

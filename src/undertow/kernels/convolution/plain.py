@@ -1,8 +1,8 @@
-"""The plain loop nest: the definition of a convolution, written down.
+"""Plain nested loops: the definition of a convolution as code.
 
-In and out: see algorithm.py. Takes every shape, needs no workspace, and is what the others are explained against. Sums
-run in float32 in the order of the loops. Not blocked, not vectorised, on one thread: 50 to 200 times slower than the
-others.
+In and out: see algorithm.py. It takes every shape, and the other algorithms are explained by comparison with it. Sums
+are in float32 in the order of the loops. It is not blocked, not vectorised, and runs on one thread: 50 to 200 times
+slower than the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from undertow.kernels.convolution.algorithm import Algorithm, Pass, Workspace, a
 from undertow.kernels.convolution.epilogue import finish_output, mask_cotangent
 from undertow.kernels.convolution.shape import ConvolutionShape
 
-# Every loop gets the sizes as one tuple: batch, in and out channels of a group, groups, input size, output size,
+# Every loop takes the sizes as one tuple: batch, in and out channels of a group, groups, input size, output size,
 # kernel, stride, padding, dilation.
 
 
@@ -99,7 +99,7 @@ class Plain(Algorithm):
         return None
 
     def workspace_bytes(self, shape: ConvolutionShape, step: Pass) -> int:
-        # The cotangent is masked beforehand: the loops are to show the sum and nothing else.
+        # The cotangent is masked beforehand, so that the loops show only the sum.
         masked, sums = 4 * shape.num_out_pixels * shape.out_channels, 4 * shape.out_channels
         return 64 if step is Pass.FORWARD else 64 + align(masked) + align(sums)
 

@@ -1,6 +1,6 @@
 """The sizes of one convolution.
 
-In: what `torch.nn.functional.conv2d` is told. Out: the sizes that follow from it. No tensors, no choice of algorithm.
+In: the arguments of `torch.nn.functional.conv2d`. Out: the sizes that follow. No tensors, no choice of algorithm.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class ConvolutionShape:
 
     @property
     def x_shape(self) -> tuple[int, int, int, int]:
-        """Of the input, as PyTorch counts dims."""
+        """The input's shape, with PyTorch's order of dims."""
         return (self.batch, self.in_channels, *self.in_size)
 
     @property
     def weight_shape(self) -> tuple[int, int, int, int]:
-        """Of the weights, as PyTorch counts dims."""
+        """The weights' shape, with PyTorch's order of dims."""
         return (self.out_channels, self.in_channels // self.groups, *self.kernel)
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
-        """Of the output, as PyTorch counts dims."""
+        """The output's shape, with PyTorch's order of dims."""
         return (self.batch, self.out_channels, *self.out_size)
 
     @property
@@ -64,7 +64,7 @@ class ConvolutionShape:
 
     @property
     def flops(self) -> int:
-        """Of one pass done directly: a multiplication and an addition per term. All three passes have as many."""
+        """One pass of the direct algorithm: a multiplication and an addition per term. All three passes are equal."""
         return 2 * self.num_out_pixels * self.out_channels * (self.in_channels // self.groups) * self.num_taps
 
 

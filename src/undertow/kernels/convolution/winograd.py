@@ -1,14 +1,14 @@
-"""Winograd's convolution F(m x m, 3 x 3), for kernels of 3 x 3 with stride 1.
+"""Winograd's convolution F(m x m, 3 x 3), for 3 x 3 kernels with stride 1.
 
-4 times (m = 4) or 2.25 times (m = 2) fewer multiplications than the direct sum, at the price of larger rounding errors.
+It needs 4 times (m = 4) or 2.25 times (m = 2) fewer multiplications than the direct sum, with larger rounding errors.
 
 In and out: see algorithm.py. The idea and the matrices: winograd_tiles.py. The orders of the loops: winograd_loops.py.
-The cotangent of the input is a forward pass over ct with rotated weights, so it needs no adding of overlapping tiles;
-the cotangent of the weights is the adjoint, sum over tiles of V^T (A ct A^T), which lands in the transformed domain
-where it is summed, and is transformed back once.
+The cotangent of the input is a forward pass over ct with rotated weights, so no overlapping tiles are added. The
+cotangent of the weights is the adjoint, sum over tiles of V^T (A ct A^T): summed in the transformed domain, then
+transformed back once.
 
-Not done: strides, dilation, groups, other kernels. Tiles beyond the edge are computed and thrown away: a 14 x 14 image
-costs as much as 16 x 16 with m = 4.
+Not done: strides, dilation, groups, other kernels. Results beyond the edge are computed and thrown away: with m = 4 a
+14 x 14 image costs as much as 16 x 16.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from undertow.kernels.convolution.winograd_loops import (
 from undertow.kernels.convolution.winograd_weights import SCRATCH_BYTES, gather_weight_cotangent, transform_weight
 from undertow.kernels.threads import run_parallel
 
-# Tiles per block. Measured on 2 cores with 1 MiB of second cache each, VGG-16's layers: with up to 192 channels in and
-# out together 16 tiles are fastest, by 10 % over 96; with more channels 32 to 64 are, by 2 to 5 % over 16.
+# Tiles per block. Measured on 2 cores with 1 MiB of L2 cache each, VGG-16's layers: with up to 192 channels in and out
+# together 16 tiles are fastest, by 10 % over 96; with more channels 32 to 64 are, by 2 to 5 % over 16.
 _FEW_CHANNELS = 192
 _BLOCK_FEW, _BLOCK_MANY = 16, 32
 _BLOCK_WEIGHT = 64
@@ -50,12 +50,12 @@ _BLOCK_WEIGHT = 64
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Sums of absolute values along the rows of B^T, G, A^T and A, for the error bound, and A^T and G themselves."""
+    """What the error bound needs: row sums of |B^T|, and the absolute values of G and A^T."""
 
     input_rows: tuple[float, ...]
     weight: tuple[tuple[float, ...], ...]
     output: tuple[tuple[float, ...], ...]
-    # Roundings on the longest way through one pass of each transform, constants that are no powers of two included.
+    # Roundings on the longest path through one pass of each transform; constants that are no powers of two count.
     num_roundings: int
 
     def forward_growth(self) -> float:
@@ -97,13 +97,13 @@ _MATRICES = {
 
 
 @dataclass(frozen=True)
-class _Side:
-    """One convolution with stride 1 as the loops see it: forward, or data with the channels' roles exchanged."""
+class _Sizes:
+    """The sizes of one pass as the loops see them; for the cotangent of the input, in and out are exchanged."""
 
     shape: ConvolutionShape
     m: int
     step: Pass
-    has_prepared: bool = False  # whether the transformed weights are given
+    has_prepared: bool = False  # whether the transformed weights are given as an argument
 
     @property
     def is_data(self) -> bool:
@@ -165,8 +165,8 @@ class _Side:
         return self.num_f * self.num_panels * -(-self.num_in // ROWS) * ROWS * PANEL_BYTES
 
     @property
-    def is_by_panels(self) -> bool:
-        """Whether the transformed weights are the larger of the two, so that it is they who must not be stored."""
+    def uses_panels(self) -> bool:
+        """Whether the transformed weights are larger than the transformed input; the larger of them is not stored."""
         return self.transformed_weight_bytes >= self.transformed_input_bytes
 
     @property
@@ -182,10 +182,10 @@ class _Side:
         return min(torch.get_num_threads(), -(-self.num_tiles // self.block))
 
     def piece_bytes(self) -> list[int]:
-        """The pieces of the workspace, in their order: scratch, what is shared, what each thread has."""
+        """The pieces of the workspace, in order: scratch, the threads' shared piece, a piece per thread."""
         num_threads, num_f = torch.get_num_threads(), self.num_f
         scratch = num_threads * SCRATCH_BYTES
-        if self.is_by_panels:
+        if self.uses_panels:
             num_terms = 0 if self.has_prepared else self.num_in
             panel = num_f * (self.num_tiles + num_terms + ROWS) * PANEL_BYTES + num_f * 64
             return [scratch, self.transformed_input_bytes, num_threads * panel]
@@ -220,15 +220,14 @@ class Winograd(PreparedAlgorithm):
         return None
 
     def workspace_bytes(self, shape: ConvolutionShape, step: Pass) -> int:
-        return 64 + sum(map(align, _Side(shape, self.m, step).piece_bytes()))
+        return 64 + sum(map(align, _Sizes(shape, self.m, step).piece_bytes()))
 
-    # Every element of the result is a sum of products of three factors' worth of additions: k roundings lie on the way
-    # from any x and w to it, k = num_terms + roundings of the transforms, so the error is at most gamma_k times the
-    # same expression in absolute values, which is num_terms growth max|x| max|w|.
+    # From any x and w to an element of the result there are k roundings, k = num_terms + roundings of the transforms.
+    # So the error is at most gamma_k times the same expression in absolute values, num_terms growth max|x| max|w|.
     def error_bound(self, shape: ConvolutionShape, step: Pass) -> float:
-        side, matrices = _Side(shape, self.m, step), _MATRICES[self.m]
+        sizes, matrices = _Sizes(shape, self.m, step), _MATRICES[self.m]
         is_weight = step is Pass.BACKWARD_WEIGHT
-        terms = side.num_tiles if is_weight else side.num_in
+        terms = sizes.num_tiles if is_weight else sizes.num_in
         growth = matrices.weight_growth() if is_weight else matrices.forward_growth()
         return terms * growth * accumulated_error(terms + matrices.num_roundings)
 
@@ -236,9 +235,9 @@ class Winograd(PreparedAlgorithm):
         self, shape: ConvolutionShape, x: Tensor, weight: Tensor, out: Tensor, workspace: Tensor, *,
         bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        # Two threads would write the two halves of one byte of the mask where a pixel's channels do not fill vectors.
+        # If a pixel's channels do not fill vectors, two threads would write parts of the same byte of the mask.
         fused_mask = mask if shape.out_channels % 16 == 0 else None
-        self._convolve(_Side(shape, self.m, Pass.FORWARD), x, None, weight, out, workspace, bias, has_relu, fused_mask)
+        self._convolve(_Sizes(shape, self.m, Pass.FORWARD), x, None, weight, out, workspace, bias, has_relu, fused_mask)
         if mask is not None and fused_mask is None:
             pack_signs_into(out, mask)
 
@@ -246,87 +245,87 @@ class Winograd(PreparedAlgorithm):
         self, shape: ConvolutionShape, ct: Tensor, weight: Tensor, ct_x: Tensor, workspace: Tensor, *,
         mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._convolve(_Side(shape, self.m, Pass.BACKWARD_DATA), ct, mask, weight, ct_x, workspace)
+        self._convolve(_Sizes(shape, self.m, Pass.BACKWARD_DATA), ct, mask, weight, ct_x, workspace)
 
     def prepared_bytes(self, shape: ConvolutionShape) -> int:
-        return _Side(shape, self.m, Pass.FORWARD).transformed_weight_bytes
+        return _Sizes(shape, self.m, Pass.FORWARD).transformed_weight_bytes
 
     def prepare(self, shape: ConvolutionShape, weight: Tensor, prepared: Tensor) -> None:
         scratch = torch.empty(torch.get_num_threads() * SCRATCH_BYTES, dtype=torch.uint8)
-        self._transform_weight(_Side(shape, self.m, Pass.FORWARD), weight, prepared.data_ptr(), scratch.data_ptr())
+        self._transform_weight(_Sizes(shape, self.m, Pass.FORWARD), weight, prepared.data_ptr(), scratch.data_ptr())
 
     def evaluation_bytes(self, shape: ConvolutionShape) -> int:
-        return 64 + sum(map(align, _Side(shape, self.m, Pass.FORWARD, has_prepared=True).piece_bytes()))
+        return 64 + sum(map(align, _Sizes(shape, self.m, Pass.FORWARD, has_prepared=True).piece_bytes()))
 
     def evaluate(
         self, shape: ConvolutionShape, x: Tensor, prepared: Tensor, out: Tensor, workspace: Tensor, *,
         bias: Tensor | None = None, residual: Tensor | None = None, has_relu: bool = False,
     ) -> None:  # fmt: skip
-        side = _Side(shape, self.m, Pass.FORWARD, has_prepared=True)
-        self._convolve(side, x, None, prepared, out, workspace, bias, has_relu, residual=residual)
+        sizes = _Sizes(shape, self.m, Pass.FORWARD, has_prepared=True)
+        self._convolve(sizes, x, None, prepared, out, workspace, bias, has_relu, residual=residual)
 
-    def _transform_weight(self, side: _Side, weight: Tensor, target: int, scratch: int) -> None:
-        column_bytes, term_bytes = side.weight_strides
+    def _transform_weight(self, sizes: _Sizes, weight: Tensor, target: int, scratch: int) -> None:
+        column_bytes, term_bytes = sizes.weight_strides
         run_parallel(
-            transform_weight, self.m + 2, weight.data_ptr(), side.num_out, column_bytes, side.num_in, term_bytes,
-            side.is_data, target, scratch,
+            transform_weight, self.m + 2, weight.data_ptr(), sizes.num_out, column_bytes, sizes.num_in, term_bytes,
+            sizes.is_data, target, scratch,
         )  # fmt: skip
 
     def _convolve(
-        self, side: _Side, source: Tensor, gate: Tensor | None, weight: Tensor, out: Tensor, workspace: Tensor,
+        self, sizes: _Sizes, source: Tensor, gate: Tensor | None, weight: Tensor, out: Tensor, workspace: Tensor,
         bias: Tensor | None = None, has_relu: bool = False, mask: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> None:  # fmt: skip
-        n, grid, num_tiles = self.m + 2, side.grid, side.num_tiles
+        n, grid, num_tiles = self.m + 2, sizes.grid, sizes.num_tiles
         pieces = Workspace(workspace)
-        scratch, shared, own = (pieces.take(size).data_ptr() for size in side.piece_bytes())
+        scratch, shared, own = (pieces.take(size).data_ptr() for size in sizes.piece_bytes())
         gate_address, gate_kind = gate_of(gate)
-        inputs = source.data_ptr(), gate_address, gate_kind, side.in_sizes, side.padding, grid, num_tiles
+        inputs = source.data_ptr(), gate_address, gate_kind, sizes.in_sizes, sizes.padding, grid, num_tiles
         outputs = (
-            address_of(bias), address_of(residual), out.data_ptr(), address_of(mask), has_relu, side.out_sizes, scratch,
-            own,
+            address_of(bias), address_of(residual), out.data_ptr(), address_of(mask), has_relu, sizes.out_sizes,
+            scratch, own,
         )  # fmt: skip
-        if side.is_by_panels:
+        if sizes.uses_panels:
             run_parallel(transform_all_inputs, n, *inputs, shared, scratch)
             run_parallel(
-                convolve_panels, n, shared, side.num_in, grid, num_tiles, weight.data_ptr(), *side.weight_strides,
-                side.is_data, weight.data_ptr() if side.has_prepared else 0, *outputs,
+                convolve_panels, n, shared, sizes.num_in, grid, num_tiles, weight.data_ptr(), *sizes.weight_strides,
+                sizes.is_data, weight.data_ptr() if sizes.has_prepared else 0, *outputs,
             )  # fmt: skip
         else:
-            prepared = weight.data_ptr() if side.has_prepared else shared
-            if not side.has_prepared:
-                self._transform_weight(side, weight, shared, scratch)
-            run_parallel(convolve_blocks, n, *inputs, side.block, prepared, *outputs)
+            prepared = weight.data_ptr() if sizes.has_prepared else shared
+            if not sizes.has_prepared:
+                self._transform_weight(sizes, weight, shared, scratch)
+            run_parallel(convolve_blocks, n, *inputs, sizes.block, prepared, *outputs)
 
     def backward_weight(
         self, shape: ConvolutionShape, ct: Tensor, x: Tensor, ct_weight: Tensor, workspace: Tensor, *,
         ct_bias: Tensor | None = None, mask: Tensor | None = None,
     ) -> None:  # fmt: skip
-        side, n = _Side(shape, self.m, Pass.BACKWARD_WEIGHT), self.m + 2
-        grid, num_tiles, num_sums = side.grid, side.num_tiles, side.num_sums
+        sizes, n = _Sizes(shape, self.m, Pass.BACKWARD_WEIGHT), self.m + 2
+        grid, num_tiles, num_sums = sizes.grid, sizes.num_tiles, sizes.num_sums
         pieces = Workspace(workspace)
-        scratch, shared, own, *bias_sums = (pieces.take(size) for size in side.piece_bytes())
+        scratch, shared, own, *bias_sums = (pieces.take(size) for size in sizes.piece_bytes())
         gate, gate_kind = gate_of(mask)
-        cotangents = ct.data_ptr(), gate, gate_kind, side.out_sizes, grid, num_tiles
-        if side.is_by_panels:
+        cotangents = ct.data_ptr(), gate, gate_kind, sizes.out_sizes, grid, num_tiles
+        if sizes.uses_panels:
             run_parallel(
-                transform_all_inputs, n, x.data_ptr(), 0, 0, side.in_sizes, side.padding, grid, num_tiles,
+                transform_all_inputs, n, x.data_ptr(), 0, 0, sizes.in_sizes, sizes.padding, grid, num_tiles,
                 shared.data_ptr(), scratch.data_ptr(),
             )  # fmt: skip
             run_parallel(
-                correlate_panels, n, shared.data_ptr(), side.num_in, *cotangents, ct_weight.data_ptr(),
+                correlate_panels, n, shared.data_ptr(), sizes.num_in, *cotangents, ct_weight.data_ptr(),
                 address_of(ct_bias), scratch.data_ptr(), own.data_ptr(),
             )  # fmt: skip
             return
         sums_of_bias = bias_sums[0] if ct_bias is not None else None
         run_parallel(
-            correlate_blocks, n, x.data_ptr(), side.in_sizes, side.padding, *cotangents, side.block, num_sums,
+            correlate_blocks, n, x.data_ptr(), sizes.in_sizes, sizes.padding, *cotangents, sizes.block, num_sums,
             shared.data_ptr(), address_of(sums_of_bias), scratch.data_ptr(), own.data_ptr(),
         )  # fmt: skip
         run_parallel(
-            gather_weight_cotangent, n, shared.data_ptr(), num_sums, side.weight_sums_bytes, side.num_out, side.num_in,
-            ct_weight.data_ptr(), scratch.data_ptr(),
+            gather_weight_cotangent, n, shared.data_ptr(), num_sums, sizes.weight_sums_bytes, sizes.num_out,
+            sizes.num_in, ct_weight.data_ptr(), scratch.data_ptr(),
         )  # fmt: skip
         if ct_bias is not None and sums_of_bias is not None:
-            rows = sums_of_bias.view(torch.float32).view(num_sums, -1)[:, : side.num_out]
+            rows = sums_of_bias.view(torch.float32).view(num_sums, -1)[:, : sizes.num_out]
             torch.sum(rows, dim=0, out=ct_bias)

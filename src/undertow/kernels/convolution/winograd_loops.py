@@ -1,12 +1,12 @@
 """Winograd's loops over blocks of tiles, and over panels of channels.
 
-In and out: addresses and sizes (integers). Two orders, both without a transformed image in memory as a whole:
+In and out: addresses and sizes (integers). There are two orders; neither has both factors transformed in memory:
 
 - by blocks of tiles, for large images: each thread transforms, multiplies and transforms back its own block of tiles,
-  which stays in its second cache. The transformed weights are made once and read by every block.
-- by panels of 32 channels, for many channels on small images: the transformed input of all tiles is made once, and each
-  thread takes its own panel of weights through transform, product and transform back. The transformed weights, four
-  times the size of the weights, are never in memory as a whole.
+  which stays in its L2 cache. The transformed weights are made once and read by every block.
+- by panels of 32 channels, for many channels on small images: the transformed input of all tiles is made once. Each
+  thread transforms its own panel of weights, multiplies, and transforms back. The transformed weights, four times the
+  size of the weights, are never all in memory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from undertow.kernels.vectors import load, load_where, store_where, zeros
 
 
 @numba.njit(forceinline=True, error_model="numpy")
-def _place(tile: int, grid: Any) -> Any:
+def _tile_position(tile: int, grid: Any) -> Any:
     row = tile // grid[1]
     return row // grid[0], row % grid[0], tile % grid[1]
 
 
 @numba.njit(forceinline=True, error_model="numpy")
 def row_bytes(num_channels: int) -> int:
-    """Bytes of one tile's row of channels; one vector more than needed, lest all rows fall on the same cache sets."""
+    """Bytes of one tile's row of channels; one vector more than needed, so that rows do not share cache sets."""
     return 4 * ((num_channels + PANEL - 1) // PANEL * PANEL + 16)
 
 
@@ -44,10 +44,10 @@ def _transform_inputs(
     target: int, f_bytes: int, scratch: int,
 ) -> None:  # fmt: skip
     for index in range(num_tiles):
-        image, tile_y, tile_x = _place(first + index, grid)
+        image, tile_y, tile_x = _tile_position(first + index, grid)
         y, x = tile_y * (n - 2) - padding[0], tile_x * (n - 2) - padding[1]
-        place = target + index * row_bytes(sizes[2])
-        transform_input_tile(n, source, gate, gate_kind, image, y, x, sizes, place, f_bytes, scratch)
+        address = target + index * row_bytes(sizes[2])
+        transform_input_tile(n, source, gate, gate_kind, image, y, x, sizes, address, f_bytes, scratch)
 
 
 @numba.njit(error_model="numpy")
@@ -56,7 +56,7 @@ def _transform_outputs(
     target: int, mask: int, has_relu: bool, sizes: Any, first_channel: int, last_channel: int, scratch: int,
 ) -> None:  # fmt: skip
     for index in range(num_tiles):
-        image, tile_y, tile_x = _place(first + index, grid)
+        image, tile_y, tile_x = _tile_position(first + index, grid)
         transform_output_tile(
             n, products + index * row, f_bytes, bias, residual, target, mask, has_relu, image, tile_y * (n - 2),
             tile_x * (n - 2), sizes, first_channel, last_channel, scratch,
@@ -69,7 +69,7 @@ def _transform_cotangents(
     first_channel: int, last_channel: int, target: int, f_bytes: int, panel_bytes: int, scratch: int,
 ) -> None:  # fmt: skip
     for index in range(num_tiles):
-        image, tile_y, tile_x = _place(first + index, grid)
+        image, tile_y, tile_x = _tile_position(first + index, grid)
         transform_cotangent_tile(
             n, source, gate, gate_kind, image, tile_y * (n - 2), tile_x * (n - 2), sizes, first_channel, last_channel,
             target + index * PANEL_BYTES, f_bytes, panel_bytes, scratch,
@@ -97,7 +97,7 @@ def convolve_blocks(
 ) -> None:  # fmt: skip
     """By blocks of tiles: y = A^T (U V) A, with U of all panels in `weight`.
 
-    Workspace: for each thread V and M of a block.
+    Workspace: for each thread V and M = U V of a block.
     """
     num_in, num_out, num_f = in_sizes[2], out_sizes[2], n * n
     a_row, c_row = row_bytes(num_in), row_bytes(num_out)
@@ -164,10 +164,10 @@ def convolve_panels(
 def _add_rows(source: int, panel_bytes: int, num_rows: int, num_channels: int, target: int, is_added: bool) -> None:
     for channel in range(0, num_channels, 16):
         bits = tail_bits(num_channels, channel)
-        place = source + (channel >> 5) * panel_bytes + 4 * (channel & 31)
+        address = source + (channel >> 5) * panel_bytes + 4 * (channel & 31)
         total = zeros()
         for row in range(num_rows):
-            total = total + load(place + row * PANEL_BYTES)
+            total = total + load(address + row * PANEL_BYTES)
         if is_added:
             total = total + load_where(target + 4 * channel, bits)
         store_where(target + 4 * channel, total, bits)
@@ -181,8 +181,8 @@ def correlate_blocks(
 ) -> None:  # fmt: skip
     """By blocks of tiles: ct_U = sum of V^T W, as `num_sums` partial sums [panel][frequency][input channel][32].
 
-    The cotangent of the bias is the sum of W at the point (1, 1), where A ct A^T adds up the whole tile; as many
-    partial sums, a row of `row_bytes` each, at `ct_bias`. Workspace: for each partial sum V and W of a block.
+    The cotangent of the bias is the sum of W at the point (1, 1), where A ct A^T adds up the whole tile. Its partial
+    sums, a row of `row_bytes` each, are at `ct_bias`. Workspace: for each partial sum V and W of a block.
     """
     num_in, num_out, num_f = in_sizes[2], out_sizes[2], n * n
     a_row, num_rows_c, num_panels = row_bytes(num_in), (num_in + 7) // 8 * 8, (num_out + PANEL - 1) // PANEL

@@ -5,10 +5,11 @@ Convolutional Neural Networks" (CVPR 2016): with n = m + 2 and a tile d of n x n
 
     y = A^T [ (G g G^T) * (B^T d B) ] A        m x m outputs, * elementwise, then summed over the input channels
 
-Transformed elements lie frequency by frequency, f = n i + j. The interpolation points are 0, 1, -1 (and 2, -2 for
-m = 4) and infinity. `n` is an argument, so one compiled loop serves both; the branch is the same for all tiles.
+Transformed elements are ordered by frequency, f = n i + j. The interpolation points are 0, 1, -1 (and 2, -2 for m = 4)
+and infinity. `n` is an argument, so one compiled loop serves both; the branch is the same for all tiles.
 
-Both passes go through `scratch`, n x n vectors of the thread's own, which stay in the first cache.
+A transform takes one pass over columns and one over rows. Between them its elements are in `scratch`, n x n vectors for
+each thread, which stay in the L1 cache.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def tail_bits(num_channels: int, channel: int) -> int:
 
 @numba.njit(forceinline=True, error_model="numpy")
 def gate_bits(gate: int, gate_kind: int, element: int, bits: int) -> int:
-    """Those of `bits` whose elements, from `element` on, the ReLU let through."""
+    """`bits`, cleared where the ReLU blocks the cotangent of the elements from `element` on."""
     if gate_kind == PACKED_GATE:
         byte, shift = gate + (element >> 3), element & 7
         word = load_byte(byte)
@@ -103,7 +104,7 @@ def gate_bits(gate: int, gate_kind: int, element: int, bits: int) -> int:
 
 @numba.njit(forceinline=True, error_model="numpy")
 def _load_pixel(source: int, gate: int, gate_kind: int, element: int, bits: int) -> Any:
-    # Without bits nothing is touched, so `element` may lie outside the image.
+    # Without bits nothing is read, so `element` may be outside the image.
     if gate_kind != NO_GATE and bits != 0:
         bits = gate_bits(gate, gate_kind, element, bits)
     return load_where(source + 4 * element, bits)
@@ -171,7 +172,7 @@ def transform_cotangent_tile(
     n: int, source: int, gate: int, gate_kind: int, image: int, y: int, x: int, sizes: Any, first: int, last: int,
     target: int, f_bytes: int, panel_bytes: int, scratch: int,
 ) -> None:  # fmt: skip
-    """W = A ct A^T for the channels from first to last, the adjoint of the output's transform; in panels of 32."""
+    """W = A ct A^T, the adjoint of the output's transform, for the channels from first to last, in panels of 32."""
     height, width, num_channels = sizes
     inside_1, inside_2, inside_3 = _bits_inside(y + 1, height), _bits_inside(y + 2, height), _bits_inside(y + 3, height)
     step, row_bytes = width * num_channels, VECTOR_BYTES * (n - 2)
@@ -195,9 +196,9 @@ def transform_cotangent_tile(
             store(at + row_bytes, t1)
             store(at + 2 * row_bytes, t2)
             store(at + 3 * row_bytes, t3)
-        place = target + ((channel - first) >> 5) * panel_bytes + 4 * ((channel - first) & 31)
+        address = target + ((channel - first) >> 5) * panel_bytes + 4 * ((channel - first) & 31)
         for i in range(n):
-            row, to = scratch + row_bytes * i, place + n * i * f_bytes
+            row, to = scratch + row_bytes * i, address + n * i * f_bytes
             if n == 6:
                 t0, t1, t2, t3, t4, t5 = _cotangent_6(load(row), load(row + 64), load(row + 128), load(row + 192))
                 store(to + 4 * f_bytes, t4)
@@ -228,7 +229,7 @@ def transform_output_tile(
     n: int, products: int, f_bytes: int, bias: int, residual: int, target: int, mask: int, has_relu: bool, image: int,
     y: int, x: int, sizes: Any, first: int, last: int, scratch: int,
 ) -> None:  # fmt: skip
-    """y = A^T M A + bias + residual, then ReLU and its mask where asked, for the channels from first to last.
+    """y = A^T M A + bias + residual, optionally ReLU and its mask, for the channels from first to last.
 
     `bias`, `residual` and `mask` are addresses, or 0. A mask needs whole vectors of channels.
     """
@@ -238,10 +239,10 @@ def transform_output_tile(
     for channel in range(first, last, 16):
         bits = tail_bits(num_channels, channel)
         for j in range(n):
-            place, at = products + j * f_bytes + 4 * (channel - first), scratch + VECTOR_BYTES * j
-            m0, m1, m2, m3 = load(place), load(place + step), load(place + 2 * step), load(place + 3 * step)
+            address, at = products + j * f_bytes + 4 * (channel - first), scratch + VECTOR_BYTES * j
+            m0, m1, m2, m3 = load(address), load(address + step), load(address + 2 * step), load(address + 3 * step)
             if n == 6:
-                t0, t1, t2, t3 = _output_6(m0, m1, m2, m3, load(place + 4 * step), load(place + 5 * step))
+                t0, t1, t2, t3 = _output_6(m0, m1, m2, m3, load(address + 4 * step), load(address + 5 * step))
                 store(at + 2 * row_bytes, t2)
                 store(at + 3 * row_bytes, t3)
             else:

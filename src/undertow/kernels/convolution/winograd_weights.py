@@ -1,8 +1,8 @@
 """Winograd's transforms of the weights, and of their cotangent, between PyTorch's layout and panels.
 
-In and out: addresses and sizes (integers). Weights are [out, in, 3, 3], contiguous. Transformed weights lie as
-[panel of 32 columns][frequency][term][32], as the product reads them: for the forward pass the columns are the output
-channels and the terms the input channels; for the cotangent of the input it is the other way round, with the 3 x 3
+In and out: addresses and sizes (integers). Weights are [out, in, 3, 3], contiguous. Transformed weights are
+[panel of 32 columns][frequency][term][32], as the product reads them. For the forward pass the columns are the output
+channels and the terms the input channels. For the cotangent of the input it is the other way round, with the 3 x 3
 rotated by half a turn. See winograd_tiles for the matrices.
 """
 
@@ -15,7 +15,7 @@ import numba
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, ROWS
 from undertow.kernels.vectors import load, load_element, store, store_element
 
-# Of one thread: the vectors between the two passes of a transform, of tiles (36) or of weights (9 + 18).
+# For one thread: the vectors between the two passes of a transform, of tiles (36) or of weights (9 + 18).
 SCRATCH_BYTES = 64 * 36
 
 
@@ -87,7 +87,7 @@ def transform_weight_panel(
     n: int, weight: int, num_columns: int, column_bytes: int, num_terms: int, term_bytes: int, is_rotated: bool,
     panel: int, target: int, scratch: int,
 ) -> None:  # fmt: skip
-    """U = G g G^T for one panel, [frequency][term][32]; the strides are those of columns and terms in `weight`."""
+    """U = G g G^T for one panel, [frequency][term][32]; `column_bytes` and `term_bytes` are strides in `weight`."""
     for half in range(2):
         first = PANEL * panel + 16 * half
         num_lanes = max(0, min(16, num_columns - first))
@@ -110,10 +110,10 @@ def transform_weight(
 ) -> None:  # fmt: skip
     """U of all panels, [panel][frequency][term][32]."""
     for panel in numba.prange((num_columns + PANEL - 1) // PANEL):
-        place = target + panel * n * n * num_terms * PANEL_BYTES
+        address = target + panel * n * n * num_terms * PANEL_BYTES
         own = scratch + numba.get_thread_id() * SCRATCH_BYTES
         transform_weight_panel(
-            n, weight, num_columns, column_bytes, num_terms, term_bytes, is_rotated, panel, place, own
+            n, weight, num_columns, column_bytes, num_terms, term_bytes, is_rotated, panel, address, own
         )
 
 
@@ -162,7 +162,7 @@ def gather_weight_panel(
 def gather_weight_cotangent(
     n: int, source: int, num_sums: int, sum_bytes: int, num_out: int, num_in: int, target: int, scratch: int
 ) -> None:
-    """ct_g from `num_sums` partial ct_U, added up in their order; each [panel][frequency][input channel][32]."""
+    """ct_g from `num_sums` partial ct_U, added up in order; each [panel][frequency][input channel][32]."""
     num_rows = (num_in + ROWS - 1) // ROWS * ROWS
     panel_bytes = n * n * num_rows * PANEL_BYTES
     for panel in numba.prange((num_out + PANEL - 1) // PANEL):
