@@ -179,5 +179,5 @@ def test_gpt_starts_with_residual_projections_scaled_by_depth():
 def test_gpt_heads_are_64_wide_unless_told():
     with torch.device("meta"):
         assert gpt().blocks[0].attention.num_heads == 12
-    with pytest.raises(ValueError, match="width has to be a multiple of num_heads, but 100 is not one of 3"):
+    with pytest.raises(ValueError, match="width must be a multiple of num_heads; found width 100 and 3 heads"):
         gpt(num_heads=3, width=100)

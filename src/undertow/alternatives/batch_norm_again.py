@@ -1,7 +1,8 @@
-"""Second runs of batch normalisation, from its saved statistics where that can be, together with what follows: EXACT.
+"""Second runs of batch normalisation from its saved statistics, together with the sum and clamp that follow: EXACT.
 
-A network of convolutions, normalisations and ReLUs can keep the convolutions' outputs alone: one pass over such an
-output gives what the next convolution read. Offered for float32 on the CPU, where the kernel has PyTorch's bits.
+In: a normalisation, sum or clamp of a Program. Out: one node that makes its output again in one pass. With it a network
+of convolutions, normalisations and ReLUs keeps only the convolutions' outputs. It is offered for float32 on the CPU,
+where the kernel has PyTorch's bits. Elsewhere PyTorch's kernel runs again and leaves the running statistics alone.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ NORMALISE_AGAIN = register_kernel("batch_norm.again", normalise_again, writes_in
 
 @dataclass(frozen=True)
 class _Normalised:
-    """What gives a value again: the arguments of `normalise_again` that are known so far."""
+    """How to make a value again: the arguments of `normalise_again` that are known so far."""
 
     factors: tuple[Any, ...]
     covers: tuple[Node, ...]
     residual: Value | None = None
 
     def instead_of(self, node: Node, lowest: float = -float("inf"), highest: float = float("inf")) -> SecondRun:
-        """One pass for `node`, which follows from what is known, and for all that led to it."""
+        """One pass that does the work of `node` and of the nodes in `covers`."""
         args = (*self.factors, self.residual, lowest, highest)
         again = replace(node, operation=NORMALISE_AGAIN, args=args, kwargs={}, outputs=node.outputs[:1])
         return SecondRun(again, tuple(item for item in self.covers if item is not node))
@@ -49,16 +50,16 @@ def _find_norm(value: Any, makers: Makers) -> _Normalised | None:
         return None
     x, weight, bias = maker.args[:3]
     mean, inverse_std = maker.outputs[1:3]
-    kinds = [item.tensor_type for item in (x, weight, bias, value) if item is not None]
-    is_plain = all(kind.dtype is torch.float32 and kind.device.type == "cpu" for kind in kinds)
-    is_laid_out = is_dense(x) and x.tensor_type.strides == value.tensor_type.strides and _has_known_layout(x)
-    if mean is None or inverse_std is None or not is_plain or not is_laid_out or not has_pytorch_bits():
+    types = [item.tensor_type for item in (x, weight, bias, value) if item is not None]
+    is_plain = all(item.dtype is torch.float32 and item.device.type == "cpu" for item in types)
+    has_layout = is_dense(x) and x.tensor_type.strides == value.tensor_type.strides and _has_known_layout(x)
+    if mean is None or inverse_std is None or not is_plain or not has_layout or not has_pytorch_bits():
         return None
     return _Normalised((x, weight, bias, mean, inverse_std), (maker,))
 
 
 def _has_known_layout(x: Value) -> bool:
-    """Whether PyTorch has a kernel for just this layout: contiguous, or an image's channels last."""
+    """Whether PyTorch has a kernel for exactly this layout: contiguous, or channels_last."""
     shape, strides = x.tensor_type.shape, x.tensor_type.strides
     if 0 in shape:
         return False
@@ -86,7 +87,7 @@ def _norms_again(node: Node, makers: Makers) -> Iterator[SecondRun]:
     if found is not None:
         yield replace(found.instead_of(node), is_instead=inner is not None)
     elif inner is not None:
-        # A second run leaves the running statistics alone: the outputs do not depend on them in training mode.
+        # Without running statistics: a second run must not update them, and in training mode no output depends on them.
         args = (*node.args[:3], None, None, *node.args[5:])
         yield SecondRun(replace(node, operation=inner, args=args, outputs=node.outputs[:3]), is_instead=True)
 

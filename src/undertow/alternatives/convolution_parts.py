@@ -1,11 +1,13 @@
-"""The two halves of a convolution's backward pass, each by itself: EXACT.
+"""The two halves of a convolution's backward pass as two nodes: EXACT.
 
-One call of `convolution_backward` holds the input, both cotangents and the kernel's reordered copies together. Apart,
-the weights' half runs without the input's cotangent, and the input's half without the input, which may be freed in
-between. PyTorch computes the halves one after the other anyway, so that together they take the same time.
+In: a `convolution_backward` node. Out: one node for the cotangents of weights and bias, one for the input's cotangent.
 
-The input's half is told the input's sizes alone. PyTorch's function wants a tensor for that: `_stand_in` gives it
-address space that no memory stands behind. Only oneDNN's kernel is known never to look at it.
+One call of `convolution_backward` needs the input, both cotangents and the kernel's reordered copies at the same time.
+As two nodes, the weights' half runs before the input's cotangent exists, and the input's half needs no input, which may
+be freed in between. PyTorch computes the halves one after the other anyway, so the two nodes together take as long.
+
+The input's half needs only the input's sizes, but PyTorch's function requires a tensor: `_stand_in` gives it address
+space without memory. Only oneDNN's kernel is known never to read it, so only its convolutions are split.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _reserved = torch.empty(0)
 
 
 def _stand_in(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """A tensor that is never read or written; its pages are never mapped."""
+    """A tensor that nobody reads or writes, so its pages are never mapped."""
     global _reserved
     count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if _reserved.numel() < count:
@@ -72,9 +74,8 @@ WEIGHT_PART = register_kernel(
 def _parts(node: Node) -> Iterator[Node]:
     ct, x, weight, _, *geometry, _ = node.args
     ct_x, ct_weight, ct_bias = node.outputs
-    if ct_x is None or ct_weight is None or not _is_by_onednn(node):
+    if ct_x is None or ct_weight is None or not _uses_onednn(node):
         return
-    kind = x.tensor_type
     yield replace(
         node,
         operation=WEIGHT_PART,
@@ -82,25 +83,27 @@ def _parts(node: Node) -> Iterator[Node]:
         kwargs={},
         outputs=(ct_weight, ct_bias),
     )
-    args = (ct, weight, kind.shape, kind.strides, *geometry)
+    args = (ct, weight, x.tensor_type.shape, x.tensor_type.strides, *geometry)
     yield replace(node, operation=INPUT_PART, args=args, kwargs={}, outputs=(ct_x,))
 
 
-def _is_by_onednn(node: Node) -> bool:
-    """Whether PyTorch takes oneDNN's kernel for a convolution of this type."""
+def _uses_onednn(node: Node) -> bool:
+    """Whether PyTorch uses oneDNN's kernel for a convolution of these types."""
     _, x, weight, _, *geometry, _ = node.args
-    kinds = (x.tensor_type, weight.tensor_type)
-    if any(kind.dtype is not torch.float32 or kind.device.type != "cpu" for kind in kinds):
+    types = (x.tensor_type, weight.tensor_type)
+    if any(item.dtype is not torch.float32 or item.device.type != "cpu" for item in types):
         return False
-    likenesses = [_stand_in(kind.shape, kind.strides) for kind in kinds]
-    if _has_two_layouts(likenesses[0]):
+    stand_ins = [_stand_in(item.shape, item.strides) for item in types]
+    if _has_two_layouts(stand_ins[0]):
         return False
-    return str(torch._C._select_conv_backend(*likenesses, None, *geometry)) == "_ConvBackend.Mkldnn"
+    return str(torch._C._select_conv_backend(*stand_ins, None, *geometry)) == "_ConvBackend.Mkldnn"
 
 
 def _has_two_layouts(x: Tensor) -> bool:
-    """Whether an input of one channel or one position is of both layouts: what runs then hangs on strides that say
-    nothing, and of which the Program is not sure."""
+    """Whether an input of one channel or one pixel has both layouts.
+
+    Then the choice of kernel depends on strides of dims of size 1, which the Program does not know for certain.
+    """
     return x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 

@@ -1,13 +1,13 @@
 """Other ways to the same bits, for the planner to choose from.
 
-In: a derived Program. Out: Alternatives, each one node that may run beside or instead of a node of the Program:
-a second run of a random operation under the recorded state, a smaller code of a value, the value decoded again, an
-operation that reads the code instead of the value, or one that makes a part of the outputs from fewer inputs.
+In: a derived Program. Out: Alternatives. Each is one node that may run in addition to, or instead of, a node of the
+Program: it runs a random operation again under the recorded state, encodes a value, decodes it, reads a code instead of
+the value, or makes a part of the outputs from fewer inputs.
 
-What is possible for an operation is said in its family's file by `register_code` (an operation that can read a code of
-its argument), `register_codec` (an output that can be encoded and decoded), `register_second_run` and `register_parts`.
-Boolean values need no record: any mask can be held at one bit per element, by NumPy. Only dense CPU tensors have codes
-so far.
+The file of each family of operations registers what is possible: `register_code` for an operation that can read a code
+of its argument, `register_codec` for an output that can be encoded and decoded, `register_second_run` and
+`register_parts`. Boolean values need no record: NumPy packs any mask to one bit per element. Only dense CPU tensors
+have codes so far.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Role(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Alternative:
-    """`node` runs in place of, or besides, the Program's node at `position`.
+    """`node` runs instead of, or in addition to, the Program's node at `position`.
 
-    Its arguments and outputs are the Program's values, except `code` and `state`, which are its own. `covers` are
-    further nodes whose work it does, the last first; each feeds one of those before it. Where `is_instead`, the
-    Program's node is not repeated as it is.
+    Its arguments and outputs are values of the Program, except `code` and `state`. `covers` are further nodes whose
+    work it does, the last first; each feeds a node listed before it. With `is_instead`, the planner does not run the
+    Program's own node a second time.
     """
 
     role: Role
@@ -57,9 +57,9 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Code:
-    """Of one of its arguments, `value_of(node)`, a node needs only a code.
+    """A node needs only a code of one of its arguments, `value_of(node)`.
 
-    `readers(node, code)` are nodes that take the code instead, and make the same outputs or some of them.
+    `readers(node, code)` are nodes that read the code instead and make all of the same outputs or some of them.
     """
 
     value_of: Callable[[Node], Value | None]
@@ -85,7 +85,7 @@ Makers = Mapping[Value, Node]
 
 @dataclass(frozen=True, eq=False)
 class SecondRun:
-    """A node to run a second time; `covers` and `is_instead` are those of an Alternative."""
+    """A node to run a second time; `covers` and `is_instead` as in an Alternative."""
 
     node: Node
     covers: tuple[Node, ...] = ()
@@ -97,7 +97,7 @@ _PARTS: dict[Any, Callable[[Node], Iterable[Node]]] = {}
 
 
 def register_code(reader: Any, code: Code) -> None:
-    """`reader` can work from a code of one of its arguments, where its loops are compiled."""
+    """`reader` can read a code of one of its arguments. Ignored where loops are not compiled."""
     if HAS_NUMBA:
         _CODES[reader] = code
 
@@ -112,12 +112,12 @@ def register_codec(maker: Any, output: int, codec: Callable[[dict[str, Any], Ten
 
 
 def register_second_run(target: Any, second_runs: Callable[[Node, Makers], Iterable[SecondRun]]) -> None:
-    """`target`, run again within a step, may run as another node."""
+    """A second run of `target` within a step may be another node."""
     _SECOND_RUNS.setdefault(target, []).append(second_runs)
 
 
 def register_parts(target: Any, parts: Callable[[Node], Iterable[Node]]) -> None:
-    """Each of `parts` makes some of the outputs of a `target` on the CPU; all of them together make all."""
+    """Each of `parts` makes some outputs of a `target` on the CPU; together they make all of them."""
     _PARTS[target] = parts
 
 
@@ -130,7 +130,7 @@ def find_alternatives(program: Program) -> list[Alternative]:
         found += _second_runs(position, node, program.makers)
         found += _codecs(position, node)
         if node.target in _CODES:
-            found += _readings(position, node)
+            found += _code_readers(position, node)
         if node.target in _PARTS:
             found += [Alternative(Role.PART, position, part) for part in _PARTS[node.target](node)]
     return found
@@ -151,9 +151,9 @@ def _second_runs(position: int, node: Node, makers: Makers) -> Iterator[Alternat
             yield Alternative(Role.SECOND_RUN, position, run.node, run.covers, run.is_instead)
 
 
-def packed_type(kind: TensorType) -> TensorType:
+def packed_type(tensor_type: TensorType) -> TensorType:
     """The type of one bit per element of a tensor."""
-    return _bytes_type(num_packed_bytes(kind.num_elements))
+    return _bytes_type(num_packed_bytes(tensor_type.num_elements))
 
 
 def _bytes_type(num_bytes: int) -> TensorType:
@@ -170,35 +170,43 @@ def _codecs(position: int, node: Node) -> Iterator[Alternative]:
     for index, value in enumerate(node.outputs):
         if value is None or not isinstance(value.type, TensorType) or value.type.device.type != "cpu":
             continue
-        kind = value.type
-        codec = codecs[index](bind_arguments(node.target, node.args, node.kwargs), kind) if index in codecs else None
-        if codec is None and kind.dtype is torch.bool and is_dense(value):
-            codec = Codec(packed_type(kind), (PACK_MASK, ()), (UNPACK_MASK, (kind.shape, kind.strides)))
-        if codec is None or codec.code_type.num_bytes >= kind.num_bytes:
+        tensor_type = value.type
+        codec = (
+            codecs[index](bind_arguments(node.target, node.args, node.kwargs), tensor_type) if index in codecs else None
+        )
+        if codec is None and tensor_type.dtype is torch.bool and is_dense(value):
+            codec = Codec(
+                packed_type(tensor_type), (PACK_MASK, ()), (UNPACK_MASK, (tensor_type.shape, tensor_type.strides))
+            )
+        if codec is None or codec.code_type.num_bytes >= tensor_type.num_bytes:
             continue
         code = Value(f"{value.name}_code", codec.code_type)
         origin = replace(node.origin, derived_from=value.name)
         encode, encode_args = codec.encode
         decode, decode_args = codec.decode
-        made = Node(encode, (value, *encode_args), {}, (code,), origin, node.phase)
-        read = Node(decode, (code, *decode_args), {}, (value,), origin, node.phase)
-        yield Alternative(Role.ENCODE, position, made, code=code)
-        yield Alternative(Role.DECODE, position, read, code=code)
+        encoder = Node(encode, (value, *encode_args), {}, (code,), origin, node.phase)
+        decoder = Node(decode, (code, *decode_args), {}, (value,), origin, node.phase)
+        yield Alternative(Role.ENCODE, position, encoder, code=code)
+        yield Alternative(Role.DECODE, position, decoder, code=code)
 
 
-def _readings(position: int, node: Node) -> Iterator[Alternative]:
+def _code_readers(position: int, node: Node) -> Iterator[Alternative]:
     record = _CODES[node.target]
     value = record.value_of(node)
     if value is None:
         return
-    kind = value.tensor_type
-    if kind.device.type != "cpu" or not is_dense(value) or kind.dtype not in (torch.float32, torch.float64):
+    tensor_type = value.tensor_type
+    if (
+        tensor_type.device.type != "cpu"
+        or not is_dense(value)
+        or tensor_type.dtype not in (torch.float32, torch.float64)
+    ):
         return
-    code = Value(f"{value.name}_code_{position}", record.code_type(kind))
+    code = Value(f"{value.name}_code_{position}", record.code_type(tensor_type))
     readers = list(record.readers(node, code))
     if readers:
         origin = replace(node.origin, derived_from=value.name)
-        made = Node(record.encode, (value,), {}, (code,), origin, node.phase)
-        yield Alternative(Role.ENCODE, position, made, code=code)
+        encoder = Node(record.encode, (value,), {}, (code,), origin, node.phase)
+        yield Alternative(Role.ENCODE, position, encoder, code=code)
     for reader in readers:
         yield Alternative(Role.READ, position, reader, code=code)

@@ -1,7 +1,7 @@
 """The zoo: well-known networks as plain modules, with what is needed to train them on random data.
 
-`ZOO` holds each at its published size, `SMALL` the same architectures at sizes that train in milliseconds. The modules
-import torch only and know nothing of Undertow: they are examples of users' models. Seeds are the caller's.
+`ZOO` has each network at its published size, `SMALL` the same architectures at sizes that train in milliseconds. The
+modules import only torch and know nothing of Undertow: they are examples of users' models. The caller sets seeds.
 
     entry = ZOO["lenet5"]
     model = entry.build()
@@ -45,7 +45,7 @@ __all__ = [
 
 
 class Draw(Protocol):
-    """Draws random tensors for a batch from `generator`, or from torch's own."""
+    """Draws random tensors for a batch from `generator`, or from torch's default one."""
 
     def __call__(self, batch: int, generator: torch.Generator | None = None) -> tuple[torch.Tensor, ...]: ...
 
@@ -54,7 +54,7 @@ class Draw(Protocol):
 class ZooModel:
     """One network of the zoo: `loss(build()(*example_inputs(batch)), *example_targets(batch))` can be trained.
 
-    `build` takes the sizes as keywords; the examples fit what it builds without any.
+    `build` takes the sizes as keywords; the examples fit the model that it builds without keywords.
     """
 
     name: str
@@ -93,7 +93,7 @@ ZOO = {
         # A quarter of the context, so that a step of a few sequences takes seconds on a CPU.
         ZooModel("gpt", gpt, classes(50257, 256), classes(50257, 256), token_loss),
         ZooModel("char_gpt", char_gpt, classes(65, 64), classes(65, 64), token_loss),
-        # 35 steps, the length to which Zaremba et al. unroll.
+        # Zaremba et al. unroll to a length of 35.
         ZooModel("lstm", lstm, classes(10000, 35), classes(10000, 35), token_loss),
     )
 }

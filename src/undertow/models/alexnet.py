@@ -4,8 +4,8 @@
 In: images (batch, 3, image_size, image_size). Out: logits (batch, num_classes).
 
 The paper's two GPUs are `groups=2`: convolutions 2, 4 and 5 see only the half of the channels on their own GPU. Its 224
-pixels do not give its 55 outputs without a border; two pixels of padding do.
-Weights start as PyTorch starts them; the paper's N(0, 0.01) with some biases at 1 is not reproduced.
+pixels give its 55 outputs only with padding, here of two pixels. Weights are initialised as PyTorch does; the paper's
+N(0, 0.01) with some biases at 1 is not reproduced.
 """
 
 from collections.abc import Sequence
@@ -68,5 +68,5 @@ def alexnet(
     image_size: int = 224,
     dropout: float = 0.5,
 ) -> AlexNet:
-    """AlexNet; `channels` has one entry for each of the five convolutions, `image_size` is at least 63."""
+    """AlexNet; `channels` has one entry for each of the five convolutions, and `image_size` is at least 63."""
     return AlexNet(num_classes, channels, hidden, image_size, dropout)

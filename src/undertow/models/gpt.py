@@ -1,5 +1,5 @@
 """GPT-2 (Radford, Wu, Child, Luan, Amodei & Sutskever, "Language models are unsupervised multitask learners", 2019), a
-transformer decoder (Vaswani et al., NeurIPS 2017) with the norms in front: 124,439,808 parameters at its smallest size.
+transformer decoder (Vaswani et al., NeurIPS 2017) with a norm before each part: 124,439,808 parameters when smallest.
 
 In: token ids (batch, length), length <= context. Out: logits of the next token (batch, length, vocabulary).
 """
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class Attention(nn.Module):
-    """Causal self-attention: each position looks at itself and at those before it."""
+    """Causal self-attention: each position sees itself and the positions before it."""
 
     def __init__(self, num_heads: int, width: int, dropout: float):
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, blocks, a last norm, and the token embedding again as the output layer."""
+    """Token and position embeddings, blocks, a last norm, and an output layer that shares the token embedding."""
 
     def __init__(self, num_layers: int, num_heads: int, width: int, vocabulary: int, context: int, dropout: float):
         super().__init__()
@@ -67,7 +67,7 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
-                # Two projections per layer add to the residual stream; scaled, its variance does not grow with depth.
+                # Two projections per layer add to the residual stream; the scale stops its variance growing with depth.
                 scale = 1 / math.sqrt(2 * num_layers) if "projection" in name else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
 
@@ -87,16 +87,16 @@ def gpt(
     context: int = 1024,
     dropout: float = 0.1,
 ) -> GPT:
-    """GPT-2 small unless told otherwise; without `num_heads`, heads are 64 wide, as in all sizes of the paper."""
+    """GPT-2 small by default; without `num_heads`, heads are 64 wide, as in all sizes of the paper."""
     if num_heads is None:
         num_heads = width // 64
     if num_heads < 1 or width % num_heads:
-        raise ValueError(f"gpt: width has to be a multiple of num_heads, but {width} is not one of {num_heads}")
+        raise ValueError(f"gpt: width must be a multiple of num_heads; found width {width} and {num_heads} heads")
     return GPT(num_layers, num_heads, width, vocabulary, context, dropout)
 
 
 def char_gpt(
     vocabulary: int = 65, context: int = 64, num_layers: int = 4, width: int = 128, dropout: float = 0.1
 ) -> GPT:
-    """A GPT for single characters that trains on a CPU; 65 characters are those of the usual Shakespeare sample."""
+    """A GPT for single characters that trains on a CPU; the usual Shakespeare sample has 65 characters."""
     return gpt(num_layers, 4, width, vocabulary, context, dropout)

@@ -4,8 +4,8 @@ connections for efficient neural networks", NeurIPS 2015): 266,610 and 431,080 p
 
 In: images (batch, 1, 28, 28). Out: logits (batch, num_classes).
 
-LeNet-5 is therefore Caffe's: 20 and 50 filters, max pooling, one hidden layer of 500 with ReLU. The 1998 network has 6
-and 16 filters, trainable subsampling, squashing functions, and layers of 120 and 84.
+So LeNet-5 is Caffe's: 20 and 50 filters, max pooling, one hidden layer of 500 with ReLU. The 1998 network has 6 and 16
+filters, trainable subsampling, squashing functions, and layers of 120 and 84.
 """
 
 import torch
@@ -28,7 +28,7 @@ class LeNet300(nn.Module):
 
 
 class LeNet5(nn.Module):
-    """Two 5x5 convolutions, each halved by max pooling, and two linear layers."""
+    """Two 5x5 convolutions, each followed by 2x2 max pooling, and two linear layers."""
 
     def __init__(self, num_classes: int):
         super().__init__()

@@ -1,5 +1,5 @@
 """An LSTM language model (Hochreiter & Schmidhuber, "Long short-term memory", Neural Computation 9, 1997), regularised
-and sized as the "medium" one of Zaremba, Sutskever & Vinyals ("Recurrent neural network regularization", 2014).
+and sized like the "medium" model of Zaremba, Sutskever & Vinyals ("Recurrent neural network regularization", 2014).
 
 In: token ids (batch, length). Out: logits of the next token (batch, length, vocabulary).
 
@@ -17,7 +17,7 @@ class LSTM(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.dropout = nn.Dropout(dropout)
-        # nn.LSTM drops between layers only, and warns when there is nothing between.
+        # nn.LSTM applies dropout only between layers, and warns if there is one layer.
         between = dropout if num_layers > 1 else 0.0
         self.lstm = nn.LSTM(width, width, num_layers, batch_first=True, dropout=between)
         self.head = nn.Linear(width, vocabulary)

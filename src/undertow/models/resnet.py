@@ -1,9 +1,9 @@
 """ResNet-50 (He, Zhang, Ren & Sun, "Deep residual learning for image recognition", CVPR 2016): 25,557,032 parameters.
 
-In: images (batch, 3, height, width), at least 32x32 to leave something to average. Out: logits (batch, num_classes).
+In: images (batch, 3, height, width), at least 32x32. Out: logits (batch, num_classes).
 
-A block that halves the image does so in its 3x3 convolution (Goyal et al., "Accurate, large minibatch SGD", 2017); the
-2016 paper does it in the 1x1 before, which never sees three quarters of the pixels.
+A block that halves the image does so in its 3x3 convolution (Goyal et al., "Accurate, large minibatch SGD", 2017). The
+2016 paper does it in the 1x1 convolution before, which never sees three quarters of the pixels.
 """
 
 from collections.abc import Sequence
@@ -71,5 +71,5 @@ class ResNet(nn.Module):
 
 
 def resnet50(num_classes: int = 1000, width: int = 64, depths: Sequence[int] = (3, 4, 6, 3)) -> ResNet:
-    """ResNet-50; `depths` are the numbers of bottlenecks in each stage, `width` that of the first."""
+    """ResNet-50; `depths` are the numbers of bottlenecks in each stage, and the first stage is `width` wide."""
     return ResNet(num_classes, width, depths)

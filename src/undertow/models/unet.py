@@ -3,8 +3,8 @@
 In: images (batch, in_channels, height, width), sides divisible by 2**depth. Out: logits (batch, num_classes, height,
 width).
 
-Unlike the paper's, the convolutions are padded, so the output is as large as the input and nothing is cropped, and
-BatchNorm stands in front of every ReLU.
+Unlike in the paper, the convolutions are padded, so the output is as large as the input and nothing is cropped, and a
+BatchNorm comes before every ReLU.
 """
 
 from itertools import pairwise
@@ -28,7 +28,7 @@ class DoubleConvolution(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """A contracting path, and an expanding one that sees each level of the first again."""
+    """A contracting path, and an expanding path that also reads each level of the contracting one."""
 
     def __init__(self, in_channels: int, num_classes: int, width: int, depth: int):
         super().__init__()
@@ -57,5 +57,5 @@ class UNet(nn.Module):
 
 
 def unet(in_channels: int = 1, num_classes: int = 2, width: int = 64, depth: int = 4) -> UNet:
-    """U-Net; `width` is that of the first level and doubles on each of `depth` levels below."""
+    """U-Net; the first level is `width` wide, and each of the `depth` levels below it twice as wide."""
     return UNet(in_channels, num_classes, width, depth)

@@ -1,6 +1,6 @@
 """VGG-16 (Simonyan & Zisserman, "Very deep convolutional networks for large-scale image recognition", ICLR 2015,
-configuration D: 138,357,544 parameters) and a small relative for 32x32 images with BatchNorm (Ioffe & Szegedy, ICML
-2015) in front of every ReLU.
+configuration D: 138,357,544 parameters) and a small variant for 32x32 images with BatchNorm (Ioffe & Szegedy, ICML
+2015) before every ReLU.
 
 In: images (batch, 3, image_size, image_size). Out: logits (batch, num_classes).
 """
@@ -34,7 +34,7 @@ def convolution_blocks(blocks: Sequence[tuple[int, int]], width: int, has_batch_
     channels = 3
     for num_convolutions, multiple in blocks:
         for _ in range(num_convolutions):
-            # BatchNorm subtracts the mean, and any bias with it.
+            # BatchNorm subtracts the mean, so a bias would have no effect.
             layers.append(nn.Conv2d(channels, multiple * width, 3, padding=1, bias=not has_batch_norm))
             channels = multiple * width
             if has_batch_norm:
