@@ -1,8 +1,8 @@
-"""Activation functions: ReLU and its relatives, sigmoid and its relatives, gated and shrinking ones.
+"""Activation functions: ReLU and similar ones, sigmoid and similar ones, gated and shrinking ones.
 
-In: `c.self` or `c.out`, whichever eager keeps. Out: the cotangent of `self`, first through PyTorch's backward kernel,
-then in ordinary operations. The composed forms choose with `where` after making both branches finite, so that a second
-derivative does not meet 0 times infinity.
+In: `c.self` or `c.out`, as eager keeps it. Out: the cotangent of `self`, first through PyTorch's backward kernel, then
+in ordinary operations. The composed forms make both branches of a `where` finite, so that a second derivative never
+multiplies 0 by infinity.
 """
 
 import math
@@ -32,7 +32,7 @@ def smooth(draw: Sampler) -> list[Case]:
 
 
 def kinked(draw: Sampler) -> list[Case]:
-    """Away from zero; then at it, and at NaN."""
+    """Elements away from zero; then zeros and a NaN."""
     at_zero = torch.tensor([-1.0, -0.0, 0.0, 1.0, math.nan]).double()
     return [case(draw.distinct(3, 4)), case(draw.distinct(2, 3, 4).transpose(0, 2)), kink(at_zero)]
 
@@ -142,7 +142,7 @@ def _as_float32(number: float) -> float:
 
 
 def _register_inplace_elu(target: OpOverload, factors: Callable[[Call], tuple[float, float, float]]) -> None:
-    """Eager differentiates the in-place forms from their result, which has other bits than from the input."""
+    """Eager differentiates the in-place forms from their output, which gives other bits than from the input."""
 
     def composed_form(c: Call, ct: Tensor) -> Tensor:
         # y > 0 iff x > 0, and where not, exp(b x) = y / (s a) + 1        ct_x = b (y + s a) ct
@@ -320,7 +320,7 @@ def _gelu_composed(c: Call, ct: Tensor) -> Tensor:
         slope = scale * (1 + 3 * GELU_CUBIC * x * x)
         return ct * (0.5 * (1 + gate) + 0.5 * x * (1 - gate * gate) * slope)
     density = (-0.5 * x * x).exp() * (SQRT_HALF / math.sqrt(math.pi))
-    # erfc keeps the digits that 1 + erf loses in the left tail.
+    # erfc has the digits that 1 + erf loses in the left tail.
     return ct * (0.5 * (x * -SQRT_HALF).erfc() + x * density)
 
 

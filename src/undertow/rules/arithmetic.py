@@ -1,7 +1,7 @@
 """Arithmetic of two or three tensors, element by element, with broadcasting and type promotion.
 
-In: the operands, each a tensor or a Python number (`x * 2.0` arrives as `mul.Tensor(x, 2.0)`). Out: one formula per
-operand, each of which may return the broadcast shape and the promoted dtype; autodiff reduces and casts afterwards.
+In: the operands, each a tensor or a Python number (`x * 2.0` is recorded as `mul.Tensor(x, 2.0)`). Out: one cotangent
+per operand. It may have the broadcast shape and the promoted dtype; autodiff reduces and casts it afterwards.
 """
 
 import math
@@ -41,7 +41,7 @@ def promoted(draw: Sampler) -> list[Case]:
 
 
 def positive_pairs(draw: Sampler) -> list[Case]:
-    """The same, with elements above 1/2."""
+    """The samples of `pairs` with elements above 1/2."""
     return [case(c.args[0].abs() + 0.5, c.args[1].abs() + 0.5) for c in pairs(draw)]
 
 
@@ -238,7 +238,7 @@ register(
 )
 
 
-# z = x ln y, 0 at x = 0        ct_x = ct ln y, 0 where z is held at 0        ct_y = ct x / y
+# z = x ln y, 0 at x = 0        ct_x = ct ln y, 0 where z is 0 by definition        ct_y = ct x / y
 def _xlogy_self(c: Call, ct: Tensor) -> Tensor:
     return aten.xlogy(ct, c.other).masked_fill((c.self == 0.0) & (c.other <= 0.0), 0.0)
 
@@ -364,7 +364,7 @@ register(
         (
             composed(
                 self=lambda c, ct: ct,
-                # A number divided by a tensor would be its reciprocal times the number, which rounds twice.
+                # PyTorch divides a number by a tensor as number times reciprocal, which rounds twice.
                 tensor1=lambda c, ct: ct * (aten.full_like(c.tensor2, c.value) / c.tensor2),
                 tensor2=lambda c, ct: -ct * (c.tensor1 * c.value / (c.tensor2 * c.tensor2)),
             ),

@@ -1,13 +1,14 @@
 """Scaled dot-product attention through fused kernels, on the CPU and on CUDA.
 
-Notation: S = s Q K^T + M, P = softmax(S) over the last dimension, Y = P V, with the scale s and the additive mask M.
+In: query, key and value, the outputs, perhaps a mask. Out: their cotangents. Notation: S = s Q K^T + M, P = softmax(S)
+over the last dimension, Y = P V, with the scale s and the additive mask M.
 
     ct_V = P^T ct_Y        ct_P = ct_Y V^T        ct_S = P (ct_P - sum(ct_P P))
     ct_Q = s ct_S K        ct_K = s ct_S^T Q
 
-The fused form keeps one number per row of S (its logsumexp); the composed form builds S again from Q and K.
-Attention that takes the "math" kernel instead (a mask that needs a gradient, dropout on the CPU) is recorded as its
-elementary operations and does not come here.
+The fused form keeps one number per row of S (its logsumexp); the composed form makes S again from Q and K. Attention
+through the "math" kernel (a mask that needs a gradient, dropout on the CPU) is recorded as elementary operations and
+needs no rule here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _INPUTS = ("query", "key", "value")
 
 
 def _per_query_head(c: Call, x: torch.Tensor) -> torch.Tensor:
-    """Keys or values of every query head: with fewer of them, neighbouring query heads share one."""
+    """Keys or values for every query head; if there are fewer of them, neighbouring query heads share one."""
     shared = c.query.shape[1] // x.shape[1]
     if shared == 1:
         return x
@@ -52,7 +53,8 @@ def _probabilities(c: Call, mask: torch.Tensor | None, scale: float) -> torch.Te
 def _attention(c: Call, ct: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
     if c.dropout_p != 0:
         raise MissingRule(
-            "fused attention with dropout keeps no mask, so it has no second derivative; set dropout to 0"
+            "second derivative of fused attention: dropout 0 is required, since the kernel keeps no dropout mask; "
+            f"found {c.dropout_p}; set dropout to 0"
         )
     scale = c.query.shape[-1] ** -0.5 if c.scale is None else c.scale
     probabilities = _probabilities(c, mask, scale)
@@ -110,7 +112,7 @@ def _in_half_precision(draw: Sampler, *arguments: object) -> list[Case]:
     return [kink(*inputs, *arguments), kink(*inputs, *arguments, scale=0.3)]
 
 
-# The sequence lengths among the outputs are integers: a dense batch has them in its shape.
+# The outputs have the sequence lengths as integers; a dense batch has them in its shape.
 def _flash_on_cuda(c: Call, ct: torch.Tensor, *_: None) -> tuple[torch.Tensor, ...]:
     return aten._scaled_dot_product_flash_attention_backward(
         *(ct, c.query, c.key, c.value, *c.outs[:4], c.query.shape[2], c.key.shape[2]),

@@ -1,7 +1,9 @@
 """Convolution in one, two or three dimensions: plain, transposed, grouped, dilated.
 
-The composed form writes every cotangent as a convolution again. Notation for one spatial dimension with stride s,
-padding p, dilation d, kernel length K: y[o, i] = sum_c,k x[c, i s - p + k d] w[o, c, k].
+In: input, weight, bias. Out: their cotangents, by PyTorch's kernel or composed of convolutions. Notation for one
+spatial dimension with stride s, padding p, dilation d, kernel length K:
+
+    y[o, i] = sum_c,k x[c, i s - p + k d] w[o, c, k]
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ def _crop(x: torch.Tensor, spatial_shape: Sequence[int]) -> torch.Tensor:
 
 
 # ct_x[c, j] = sum_o,i,k ct_y[o, i] w[o, c, k] over i s - p + k d = j: the transposed convolution of ct_y. Several input
-# lengths give the same output length; the output padding says which one it was. A transposed convolution is this map
-# itself, so its cotangent is the plain convolution; where output padding reached a stride, that is longer than x.
+# lengths give the same output length; the output padding says which one it was. The cotangent of a transposed
+# convolution is the plain convolution, which is longer than x if the output padding reached a stride.
 def _ct_input(c: Call, ct: torch.Tensor) -> torch.Tensor:
     spatial = range(c.input.dim() - 2)
     if c.transposed:
@@ -52,8 +54,8 @@ def _ct_input(c: Call, ct: torch.Tensor) -> torch.Tensor:
 
 
 # ct_w[o, c, k] = sum_n,i x[n, c, i s - p + k d] ct_y[n, o, i]: a convolution of x by ct_y with batch and channels
-# exchanged, and stride and dilation exchanged. The channels of a group are convolved with that group's outputs alone,
-# so the groups stand beside the batch as channels. For a transposed convolution x and ct_y change places.
+# exchanged, and stride and dilation exchanged. The channels of a group are convolved only with that group's outputs, so
+# groups and batch together become the channels. For a transposed convolution x and ct_y are exchanged.
 def _ct_weight(c: Call, ct: torch.Tensor) -> torch.Tensor:
     wide, narrow = (ct, c.input) if c.transposed else (c.input, ct)
     batch, channels = wide.shape[:2]
@@ -61,10 +63,10 @@ def _ct_weight(c: Call, ct: torch.Tensor) -> torch.Tensor:
     grouped = wide.reshape(batch, c.groups, channels // c.groups, *spatial_shape).transpose(0, 2)
     grouped = grouped.reshape(channels // c.groups, c.groups * batch, *spatial_shape)
     no_padding = [0 for _ in spatial_shape]
-    made = aten.convolution(
+    ct_weight = aten.convolution(
         grouped, narrow.transpose(0, 1), None, c.dilation, c.padding, c.stride, False, no_padding, c.groups
     )
-    return _crop(made, c.weight.shape[2:]).transpose(0, 1)
+    return _crop(ct_weight, c.weight.shape[2:]).transpose(0, 1)
 
 
 def _ct_bias(c: Call, ct: torch.Tensor) -> torch.Tensor:

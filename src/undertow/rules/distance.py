@@ -1,6 +1,7 @@
 """Distances between all pairs of rows.
 
-y[i, j] = |a[i] - b[j]| in the p-norm, with d = a[i] - b[j]:
+In: two matrices of rows, or one, and the distances. Out: the cotangents of the matrices. y[i, j] = |a[i] - b[j]| in the
+p-norm, with d = a[i] - b[j]:
 
     ct_a[i] = sum_j ct_y[i, j] sign(d) |d|^(p - 1) / y[i, j]^(p - 1)        and the same for b with the opposite sign
 
@@ -62,7 +63,7 @@ register(
 )
 
 
-# The Euclidean distance from |a|^2 + |b|^2 - 2 a b, for many rows, with q = ct_y / y:
+# The Euclidean distance of many rows, from |a|^2 + |b|^2 - 2 a b, with q = ct_y / y:
 # ct_a = a sum_j q - q b        ct_b = b sum_i q - q^T a
 def _ct_euclidean_left(c: Call, ratio: torch.Tensor) -> torch.Tensor:
     return c.x1 * ratio.sum(-1, keepdim=True) - ratio.matmul(c.x2)
@@ -72,7 +73,7 @@ def _ct_euclidean_right(c: Call, ratio: torch.Tensor) -> torch.Tensor:
     return c.x2 * ratio.sum(-2).unsqueeze(-1) - ratio.mT.matmul(c.x1)
 
 
-# Filled in place, the ratio keeps the cotangent's layout, on which the bits of the products depend.
+# Filling in place preserves the cotangent's layout, on which the bits of the products depend.
 def _ratio_in_place(c: Call, ct: torch.Tensor) -> torch.Tensor:
     return (ct / c.out).masked_fill_(c.out == 0, 0)
 

@@ -1,7 +1,7 @@
 """Functions of one number, applied to every element: powers, exponentials, logarithms, trigonometry, rounding.
 
-In: `c.self`, sometimes `c.out`. Out: the cotangent of `self`. Each formula repeats the order of eager's operations,
-because floating-point products do not associate; that is why it reads the output where eager saved the output.
+In: `c.self`, sometimes `c.out`. Out: the cotangent of `self`. Each formula has eager's operations in eager's order,
+because floating-point products do not associate. So it reads the output where eager saved the output.
 """
 
 import math
@@ -51,7 +51,7 @@ for piecewise_constant in (
 ):
     register(Op(piecewise_constant, (composed(self=lambda c, ct: aten.zeros_like(ct)),), over(0.1, 0.4)))
 
-# y = sgn x        ct_x = 0, which eager has as a ZeroTensor; complex numbers go through autograd
+# y = sgn x        ct_x = 0, a ZeroTensor as in eager; complex numbers go through autograd
 register(
     Op(
         aten.sgn.default,
@@ -143,7 +143,7 @@ register(Op(aten.acos.default, (composed(self=lambda c, ct: ct * -(-c.self * c.s
 # y = atan x        ct_x = ct / (1 + x^2)
 register(Op(aten.atan.default, (composed(self=lambda c, ct: ct / (c.self * c.self + 1)),), over(-2, 2)))
 
-# Hyperbolic functions and their inverses; tanh stands with the activations.
+# Hyperbolic functions and their inverses; tanh is in activations.py.
 register(Op(aten.sinh.default, (composed(self=lambda c, ct: ct * c.self.cosh()),), over(-2, 2)))
 register(Op(aten.cosh.default, (composed(self=lambda c, ct: ct * c.self.sinh()),), over(-2, 2)))
 # y = asinh x        ct_x = ct / sqrt(x^2 + 1)
@@ -177,7 +177,7 @@ register(
     )
 )
 
-# y = ln |Gamma(x)|        ct_x = ct digamma x, and on along the polygamma functions
+# y = ln |Gamma(x)|        ct_x = ct digamma x; the derivative of each polygamma function is the next one
 register(Op(aten.lgamma.default, (composed(self=lambda c, ct: ct * c.self.digamma()),), over(0.5, 3)))
 register(Op(aten.digamma.default, (composed(self=lambda c, ct: ct * aten.polygamma(1, c.self)),), over(0.5, 3)))
 register(

@@ -1,7 +1,7 @@
 """Selecting values by size: max, min, median, sort, top-k.
 
-In: `c.self`, the values, the recorded positions. Out: the cotangent of each value, put where the value came from.
-Over one dim the position decides; over several, equal values share the cotangent evenly.
+In: `c.self`, the values, the recorded positions. Out: the cotangent of `self`: the cotangent of each value, put where
+the value came from. Over one dim the recorded position gets it all; over several dims equal values share it evenly.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ def _share(c: Call, ct: Tensor) -> Tensor:
     is_extreme = (c.self == c.out).logical_or(c.self.isnan().logical_and(c.out.isnan()))
     share = ct / is_extreme.sum()
     if c.self.is_cuda:
-        return is_extreme * share  # which leaves -0 where eager's CPU path leaves 0
+        return is_extreme * share  # as eager does on CUDA; it gives -0 where eager on the CPU gives 0
     return aten.where(is_extreme, share, 0.0).contiguous()
 
 
@@ -107,7 +107,7 @@ for over_all_dims in (aten.max.default, aten.min.default, aten.median.default, a
 
 # y = max over dims        ct_x = ct / m at the m elements that equal y, 0 elsewhere
 def _restored(tensor: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-    """The reduced dims back with size 1, as a reshape."""
+    """The tensor reshaped so that the reduced dims are there with size 1."""
     if keepdim:
         return tensor
     num_dims = tensor.dim() + len(dims)

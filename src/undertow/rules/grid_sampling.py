@@ -1,10 +1,10 @@
 """Sampling an image or a volume at the points of a grid, and the affine grid.
 
-A sample is a sum over neighbouring pixels, its taps: y = sum over taps of x[tap] times the product over the axes of the
-tap's weight. The composed form lists the taps of every axis with their weights and the weights' slopes, as
-differentiable functions of the grid: ct_x scatters weight * ct_y to the taps, ct_grid has one axis's slope in the place
-of its weight.
-Grids hold the coordinates in the order x, y, z, the reverse of the image's dimensions.
+In: the image and the grid. Out: their cotangents. A sample is a sum over neighbouring pixels, its taps: y = sum over
+taps of x[tap] times the product over the axes of the tap's weight. The composed form lists the taps of every axis with
+their weights and the weights' slopes, as differentiable functions of the grid. ct_x adds weight * ct_y to each tap;
+ct_grid has one axis's slope instead of its weight. Grids have the coordinates in the order x, y, z, the reverse of the
+image's dims.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ def _pixels_per_unit(length: int, align_corners: bool) -> float:
     return (length - 1) / 2 if align_corners else length / 2
 
 
-def _fold(place: torch.Tensor, length: int, padding: int, align_corners: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`place` brought into the image as the padding mode says, and the derivative of that."""
-    slope = torch.ones_like(place)
+def _fold(
+    coordinate: torch.Tensor, length: int, padding: int, align_corners: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`coordinate` moved into the image as the padding mode says, and its derivative."""
+    slope = torch.ones_like(coordinate)
     if padding == _REFLECTION:
         low, span = (0.0, length - 1) if align_corners else (-0.5, length)
-        distance = (place - low).abs()
+        distance = (coordinate - low).abs()
         turns = (distance / span).floor()
         is_forward = turns.remainder(2) == 0
         rest = distance - turns * span
-        slope = torch.where((place < low) == is_forward, -slope, slope)
-        place = torch.where(is_forward, rest, span - rest) + low
+        slope = torch.where((coordinate < low) == is_forward, -slope, slope)
+        coordinate = torch.where(is_forward, rest, span - rest) + low
     if padding != _ZEROS:
-        slope = torch.where((place > 0) & (place < length - 1), slope, 0.0)
-        place = place.clamp(0, length - 1)
-    return place, slope
+        slope = torch.where((coordinate > 0) & (coordinate < length - 1), slope, 0.0)
+        coordinate = coordinate.clamp(0, length - 1)
+    return coordinate, slope
 
 
 # Keys' cubic convolution with a = -3/4, and its derivative
@@ -73,20 +75,20 @@ def _taps(c: Call, axis: int) -> list[_Tap]:
     """The neighbours of every grid point along one axis of the image."""
     length = c.input.shape[2 + axis]
     units = _pixels_per_unit(length, c.align_corners)
-    place = (c.grid.select(-1, c.input.dim() - 3 - axis) + 1) * units - (0 if c.align_corners else 0.5)
+    coordinate = (c.grid.select(-1, c.input.dim() - 3 - axis) + 1) * units - (0 if c.align_corners else 0.5)
     if c.interpolation_mode == _BICUBIC:
-        left = place.floor()
+        left = coordinate.floor()
         taps = []
         for shift in (-1, 0, 1, 2):
-            weight, slope = _keys(place - left - shift)
+            weight, slope = _keys(coordinate - left - shift)
             folded, _ = _fold(left + shift, length, c.padding_mode, c.align_corners)
             taps.append(_tap(folded.round(), length, weight, slope * units))
         return taps
-    place, slope = _fold(place, length, c.padding_mode, c.align_corners)
+    coordinate, slope = _fold(coordinate, length, c.padding_mode, c.align_corners)
     if c.interpolation_mode == _NEAREST:
-        return [_tap(place.round(), length, torch.ones_like(place), None)]
-    left = place.floor()
-    part, slope = place - left, slope * units
+        return [_tap(coordinate.round(), length, torch.ones_like(coordinate), None)]
+    left = coordinate.floor()
+    part, slope = coordinate - left, slope * units
     return [_tap(left, length, 1 - part, -slope), _tap(left + 1, length, part, slope)]
 
 

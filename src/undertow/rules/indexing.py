@@ -1,10 +1,10 @@
 """Reading and writing at positions given by tensors: index, gather, scatter, masks, embeddings.
 
-In: the integer or boolean tensors that say where. Out: what was read is added back where it was read from, what was
-written gets the cotangent of where it was written to.
+In: the integer or boolean tensors that give the positions. Out: the cotangent of an element that was read is added at
+the position it was read from; an element that was written gets the cotangent at the position it was written to.
 
-With a boolean index, and for the value of `masked_fill`, eager's arithmetic passes through a tensor whose size depends
-on the mask; those formulas do too.
+With a boolean index, and for the value of `masked_fill`, eager makes a tensor whose size depends on the mask; so do
+these formulas.
 """
 
 import torch
@@ -123,7 +123,7 @@ register(
 
 
 def _gathered(draw: Sampler) -> list[tuple[Tensor, int, Tensor]]:
-    """x, a dim, distinct positions along it, fewer than x has."""
+    """x, a dim, and distinct positions along it, fewer than x has."""
     return [
         (draw(3, 4), 1, torch.tensor([[0, 3], [2, 1], [3, 2]])),
         (draw(4, 3).t(), 0, torch.tensor([[2, 0, 1, 1], [0, 1, 2, 0]])),
@@ -200,7 +200,7 @@ register(
     )
 )
 
-# y = x with v where the mask holds        ct_x = ct with zeros there        ct_v = the sum of ct there
+# y = x with v where the mask is true        ct_x = ct with zeros there        ct_v = the sum of ct there
 register(
     Op(
         aten.masked_fill.Scalar,
@@ -227,13 +227,13 @@ register(
 )
 
 
-# y = the elements of x where the mask holds, in order        ct_x = ct in those places, 0 elsewhere
+# y = the elements of x where the mask is true, in order        ct_x = ct there, 0 elsewhere
 def _masked_select(c: Call, ct: Tensor) -> Tensor:
     zeros = aten.zeros_like(c.self.expand(torch.broadcast_shapes(c.self.shape, c.mask.shape)))
     scattered = zeros.masked_scatter(c.mask, ct)
     if zeros.is_contiguous():
         return scattered
-    # Eager scatters in place into zeros laid out like x.
+    # Eager scatters in place into zeros with the layout of x.
     order = sorted(range(zeros.dim()), key=zeros.stride, reverse=True)
     return scattered.permute(order).contiguous().permute([order.index(dim) for dim in range(zeros.dim())])
 
@@ -261,7 +261,7 @@ def _masked_scatter_source(c: Call, ct: Tensor) -> Tensor:
 register(
     Op(
         aten.masked_scatter.default,
-        # y = x with the elements of s, in order, where the mask holds        ct_s = ct there, 0 for those left over
+        # y = x with the elements of s, in order, where the mask is true        ct_s = ct there, 0 for unused elements
         (
             fused(
                 self=lambda c, ct: ct.masked_fill(c.mask, 0),
@@ -277,7 +277,7 @@ register(
 )
 
 
-# y = rows of w        ct_w = ct added at the rows, none at the padding row, over its count if scaled by frequency
+# y = rows of w        ct_w = ct added at the rows, 0 at the padding row, divided by the row's count if so requested
 def _embedding_composed(c: Call, ct: Tensor) -> Tensor:
     rows, ct = c.indices.reshape(-1), ct.reshape(-1, c.weight.shape[1])
     if c.scale_grad_by_freq:

@@ -1,6 +1,7 @@
-"""Matrix products: mm, bmm, dot and their relatives with an addend, the trilinear form, the inverse.
+"""Matrix products: mm, bmm, dot and their forms with an addend, the trilinear form, the inverse.
 
-All formulas are ordinary operations, so the one that repeats eager's bits can be differentiated again.
+In: the factors. Out: their cotangents. All formulas are ordinary operations, so the formulation with eager's bits can
+be differentiated again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _is_column_major(matrix: torch.Tensor) -> bool:
 
 # y = a b        ct_a = ct_y b^T        ct_b = a^T ct_y
 # For a column-major operand eager computes the transposed product, so that the cotangent is column-major too. A product
-# and its transpose add up in a different order: the bits depend on the operand's strides.
+# and its transpose add in different orders, so the bits depend on the operand's strides.
 def _ct_left(ct: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return right.mm(ct.t()).t() if _is_column_major(left) else ct.mm(right.t())
 
@@ -203,9 +204,9 @@ register(
 )
 
 
-# y = sum over `sumdim` of i1 i2 i3, each with the dimensions it lacks inserted where its `expand` says. The cotangent
-# of one factor is the trilinear form of the other two and ct_y: ct_y lacks the summed dimensions, and what has to be
-# summed is what the factor lacks.
+# y = sum over `sumdim` of i1 i2 i3, each with the dims that it lacks inserted where its `expand` says. The cotangent of
+# one factor is the trilinear form of the other two and ct_y: ct_y lacks the summed dims, and the sum goes over the dims
+# that the factor lacks.
 def _trilinear_samples(draw: Sampler) -> list[Case]:
     first, weight, second = draw(3, 4), draw(2, 4, 5), draw(3, 5)
     return [

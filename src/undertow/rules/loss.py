@@ -1,7 +1,8 @@
 """Softmax and losses.
 
-A loss reduces its elements by `reduction`: 0 keeps them, 1 takes the mean, 2 the sum. The cotangent of an element is
-that of the loss, divided by the number of elements for the mean.
+In: inputs, targets and, for softmax, outputs. Out: the cotangents of inputs and targets. A loss reduces its elements by
+`reduction`: 0 leaves them, 1 takes the mean, 2 the sum. The cotangent of an element is the cotangent of the loss,
+divided by the number of elements for the mean.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ register(
 register(
     Op(
         aten._safe_softmax.default,
-        # Zero instead of NaN in a row of -inf alone, where the derivative is zero too.
+        # A row with only -inf gives zero instead of NaN, and has a zero derivative.
         vjps=_SOFTMAX_VJPS,
         samples=lambda draw: [
             case(draw(2, 4), -1),
@@ -64,7 +65,7 @@ register(
         aten._log_softmax.default,
         # y = log softmax(x)        ct_x = ct_y - exp(y) sum(ct_y)
         vjps=(
-            # Contiguous already; FakeTensors say otherwise.
+            # The result is contiguous, but FakeTensors say otherwise.
             fused(self=lambda c, ct: aten._log_softmax_backward_data(ct, c.out, c.dim, c.self.dtype).contiguous()),
             composed(self=lambda c, ct: ct - c.out.exp() * ct.sum(c.dim, keepdim=True)),
         ),
@@ -77,8 +78,8 @@ register(
 )
 
 
-# y[n] = -w[t] x[n, t] with t the target of n, and 0 where t is ignored; the mean divides by the sum of these w[t]. The
-# targets are given per row, or per pixel behind the class dimension 1; a single row has no batch dimension.
+# y[n] = -w[t] x[n, t] with t the target of n, and 0 where t is ignored; the mean divides by the sum of these w[t].
+# Targets are per row, or per pixel if there are dims after the class dim 1; a single row has no batch dim.
 def _ct_negative_log_likelihood(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
     class_dim = 1 if c.self.dim() > 1 else 0
     num_classes = c.self.shape[class_dim]
@@ -132,10 +133,10 @@ def _register_difference_loss(
     derivative: Callable[[Call, torch.Tensor], torch.Tensor],
     parameter: str | None,
 ) -> None:
-    """A loss of x - t: the target's cotangent is the input's with the two exchanged."""
+    """A loss of x - t. The kernel gives the target's cotangent too, with input and target exchanged."""
 
     def by_kernel(c: Call, ct: torch.Tensor, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        # The kernel returns a contiguous tensor whatever its inputs; on FakeTensors it says otherwise.
+        # The kernel always returns a contiguous tensor, but FakeTensors say otherwise.
         return kernel(ct, x, other, c.reduction, *([getattr(c, parameter)] if parameter else [])).contiguous()
 
     def by_derivative(c: Call, ct: torch.Tensor) -> torch.Tensor:
@@ -187,7 +188,7 @@ def _weighted(c: Call, ct: torch.Tensor) -> torch.Tensor:
 # y = -w (t log x + (1 - t) log(1 - x))
 # ct_x = w ct_y (x - t) / (x (1 - x))        ct_t = w ct_y (log(1 - x) - log x)
 def _ct_probability(c: Call, ct: torch.Tensor) -> torch.Tensor:
-    # The kernel keeps the denominator away from zero with the same constant.
+    # The kernel has the same lower bound for the denominator.
     variance = ((1 - c.self) * c.self).clamp(min=1e-12)
     return _averaged(c, _weighted(c, ct * (c.self - c.target) / variance))
 
@@ -297,8 +298,8 @@ register(
 )
 
 
-# y[n] = sum over targets t and others j of max(0, 1 - x[n, t] + x[n, j]) / C. The targets end at the first negative;
-# the second output marks them.
+# y[n] = sum over targets t and others j of max(0, 1 - x[n, t] + x[n, j]) / C. The targets end at the first negative
+# number; the second output marks them.
 def _ct_multilabel_margin(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
     x, target, is_target = (t if c.self.dim() > 1 else t.unsqueeze(0) for t in (c.self, c.target, c.outs[1]))
     num_rows, num_classes = x.shape

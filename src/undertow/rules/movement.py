@@ -1,7 +1,7 @@
 """Moving elements: joining, repeating, shifting, padding, writing into parts, cutting into patches.
 
-In: shapes and the arguments that say where each element went. Out: every element's cotangent, brought back to where the
-element came from, summed where it went to several places.
+In: shapes and the arguments that say where each element went. Out: every element's cotangent at the position that the
+element came from, summed if the element went to several positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ register(
 )
 
 
-# y = x_1, x_2, ... one behind the other        ct_x_i = the part of ct that x_i became
+# y = x_1, x_2, ... one after the other        ct_x_i = the part of ct that belongs to x_i
 def _cat(c: Call, ct: Tensor) -> list[Tensor]:
     parts, start = [], 0
     for tensor in c.tensors:
@@ -132,7 +132,7 @@ for triangle in (aten.tril, aten.triu):
         )
     )
 
-# y = x with channels laid out as pixels, or back, or mixed        ct_x = the opposite of ct
+# y = x with channels as pixels, or pixels as channels, or channels mixed        ct_x = the inverse applied to ct
 register(
     Op(
         aten.pixel_shuffle.default,
@@ -155,7 +155,7 @@ register(
     )
 )
 
-# y = x with a margin of a constant, negative margins cutting        ct_x = ct without the margin
+# y = x with a margin of a constant; a negative margin crops        ct_x = ct without the margin
 register(
     Op(
         aten.constant_pad_nd.default,
@@ -169,7 +169,7 @@ register(
 )
 
 
-# y = x with a margin of its own elements        ct_x = the sum over the places where an element stands
+# y = x with a margin of its own elements        ct_x = the sum of ct over the positions that an element went to
 def _mirrored(position: Tensor, size: int) -> Tensor:
     return (size - 1) - ((size - 1) - position.abs()).abs()
 
@@ -220,24 +220,24 @@ for num_dims in (1, 2, 3):
 
 
 # y = x with a part replaced by s        ct_x = ct with zeros there        ct_s = that part of ct
-# In a Program these stand for a write through a view, `x[:, 1] = s`. Eager lays the cotangent of such a write out like
-# x and hands on a contiguous copy of the part.
-def _laid_out_like(tensor: Tensor, like: Tensor) -> Tensor:
+# In a Program these stand for a write through a view, `x[:, 1] = s`. Eager gives the cotangent of such a write the
+# layout of x and passes on a contiguous copy of the part.
+def _with_layout_of(tensor: Tensor, like: Tensor) -> Tensor:
     if tensor.stride() == like.stride():
         return tensor
     return aten.copy(tensor.new_empty_strided(like.shape, like.stride()), tensor)
 
 
 def _written(scatter: Callable[..., Tensor], view: Callable[..., Tensor], *names: str) -> tuple[Vjp]:
-    """The rule of writing through `view`, whose arguments are called `names`."""
+    """The rule for writing through `view`, whose arguments have these names."""
 
     def arguments(c: Call) -> list[object]:
         return [getattr(c, name) for name in names]
 
     return (
         composed(
-            self=lambda c, ct: scatter(_laid_out_like(ct, c.self), ct.new_zeros(c.src.shape), *arguments(c)),
-            src=lambda c, ct: view(_laid_out_like(ct, c.self), *arguments(c)).contiguous(),
+            self=lambda c, ct: scatter(_with_layout_of(ct, c.self), ct.new_zeros(c.src.shape), *arguments(c)),
+            src=lambda c, ct: view(_with_layout_of(ct, c.self), *arguments(c)).contiguous(),
         ),
     )
 

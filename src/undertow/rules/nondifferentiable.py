@@ -1,6 +1,7 @@
-"""Operations whose output carries no gradient: comparisons, logic, positions, and tensors made like another.
+"""Operations whose output has no gradient: comparisons, logic, positions, and tensors made like another.
 
-A record without a formulation says that eager's output does not require a gradient although an input does.
+In: nothing. Out: records without a formulation. Each says that eager's output requires no gradient although an input
+does.
 """
 
 from functools import partial

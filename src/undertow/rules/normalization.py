@@ -1,6 +1,7 @@
 """Normalisation: layer, group, batch and RMS normalisation, weight normalisation, renorm.
 
-Notation: x^ = (x - mean) r with r = 1 / sqrt(var + eps), y = x^ w + b. Over the m elements that share statistics:
+In: input, weight, bias. Out: their cotangents. Notation: x^ = (x - mean) r with r = 1 / sqrt(var + eps), y = x^ w + b.
+Over the m elements that share statistics:
 
     ct_w = sum ct_y x^        ct_b = sum ct_y        g = ct_y w        ct_x = r (g - mean(g) - x^ mean(g x^))
 
@@ -53,8 +54,8 @@ _AFFINE = ("input", "weight", "bias")
 _NO_CONTRIBUTION = dict.fromkeys(_AFFINE)
 
 
-# The kernels return these layouts whatever that of the cotangent; on FakeTensors they say otherwise.
-def _laid_out(ct_x: torch.Tensor | None, layout: torch.memory_format) -> torch.Tensor | None:
+# The kernels return these layouts for every layout of the cotangent, but FakeTensors say otherwise.
+def _with_layout(ct_x: torch.Tensor | None, layout: torch.memory_format) -> torch.Tensor | None:
     return None if ct_x is None else ct_x.contiguous(memory_format=layout)
 
 
@@ -62,7 +63,7 @@ def _layer_norm_kernel(c: Call, ct: torch.Tensor, *_: None) -> tuple[torch.Tenso
     ct_x, ct_weight, ct_bias = aten.native_layer_norm_backward(
         *(ct, c.input, c.normalized_shape, c.outs[1], c.outs[2], c.weight, c.bias), _wanted(c, _AFFINE)
     )
-    return _laid_out(ct_x, torch.contiguous_format), ct_weight, ct_bias
+    return _with_layout(ct_x, torch.contiguous_format), ct_weight, ct_bias
 
 
 def _layer_norm(c: Call, ct: torch.Tensor, *_: None) -> dict[str, torch.Tensor]:
@@ -98,7 +99,7 @@ def _group_norm_kernel(
         return _group_norm_with_statistics(c, ct, ct_mean, ct_scale)
     layout = suggest_memory_format(c.input) if ct.device.type == "cpu" else torch.contiguous_format
     mask = _wanted(c, _AFFINE)
-    # The CPU kernel for channels-last crashes unless the input's cotangent is asked for (torch 2.13).
+    # The CPU kernel for channels-last crashes unless the input's cotangent is requested (torch 2.13).
     mask[0] |= layout is not torch.contiguous_format
     return aten.native_group_norm_backward(
         *(ct.contiguous(memory_format=layout), c.input.contiguous(memory_format=layout), c.outs[1], c.outs[2]),
@@ -106,7 +107,7 @@ def _group_norm_kernel(
     )
 
 
-# Autograd lets the saved mean and r carry a gradient, though only beside one of the output:
+# In autograd the saved mean and r can have a gradient too, though only together with the output:
 # dmean/dx = 1 / m        dr/dx = -r^3 (x - mean) / m
 # This is its arithmetic for that case: ct_x = ct_y w r + b x + c with sums over the m elements in b and c.
 def _group_norm_with_statistics(
@@ -169,8 +170,8 @@ register(
 )
 
 
-# In training mode the statistics are the batch's. The kernel is not given the running ones, which the forward pass has
-# overwritten since: it would not read them. In evaluation mode they are constants.
+# In training mode the statistics come from the batch. The kernel is not given the running statistics, which the forward
+# pass has overwritten: it would not read them. In evaluation mode they are constants.
 def _is_training(c: Call) -> bool:
     return getattr(c, "training", False)
 
@@ -181,7 +182,7 @@ def _batch_norm_kernel(c: Call, ct: torch.Tensor, *_: None) -> tuple[torch.Tenso
         *(ct, c.input, c.weight, *running, c.outs[1], c.outs[2], _is_training(c), _epsilon(c), _wanted(c, _AFFINE))
     )
     if ct.device.type == "cpu":
-        ct_x = _laid_out(ct_x, suggest_memory_format(c.input))
+        ct_x = _with_layout(ct_x, suggest_memory_format(c.input))
     return ct_x, ct_weight, ct_bias
 
 
@@ -274,7 +275,7 @@ register(
 
 
 # x^ = x r with r = 1 / sqrt(mean(x^2) + eps), y = x^ w        ct_x = r (g - x^ mean(g x^))        dr/dx = -r^2 x^ / m
-# On the CPU this operation decomposes before it can be recorded.
+# On the CPU PyTorch decomposes this operation before it can be recorded.
 def _rms_norm_kernel(c: Call, ct: torch.Tensor | None, ct_scale: torch.Tensor | None) -> Any:
     if ct is None or ct_scale is not None:
         return _rms_norm(c, ct, ct_scale)
@@ -345,7 +346,7 @@ register(
 # ct_x = m / (n + 1e-7) (ct_y - dn/dx sum(ct_y x) / (n + 1e-7))        with dn/dx by the norm's own rule
 def _renorm(c: Call, ct: torch.Tensor) -> torch.Tensor:
     dims = [dim for dim in range(c.self.dim()) if dim != c.dim % c.self.dim()]
-    # Eager sums in the wider of the two types that the device has for it.
+    # Eager sums in the device's accumulation type.
     is_wide = c.self.dtype == torch.float64 or (c.self.dtype == torch.float32 and ct.device.type == "cpu")
     dtype = torch.float64 if is_wide else torch.float32
     norm_of = aten.linalg_vector_norm.default

@@ -1,8 +1,9 @@
-"""Pooling: maximum and average over windows, fixed or adaptive, and its inverse by indices.
+"""Pooling: maximum and average over windows, fixed or adaptive, and unpooling by indices.
 
-Maximum pooling returns where each maximum was, as an index into the flattened spatial dimensions: the cotangent goes
-there. Average pooling is a separable linear map (see `resampling.py`), y = A x with a matrix A per spatial dimension:
-the cotangent is A^T ct_y, and needs nothing of the forward pass but shapes.
+In: the shape of `self`, and the indices of maxima. Out: the cotangent of `self`. Maximum pooling returns where each
+maximum was, as an index into the flattened spatial dims: the cotangent goes there. Average pooling is a separable
+linear map (see `resampling.py`), y = A x with a matrix A per spatial dim: the cotangent is A^T ct_y, and needs only
+shapes from the forward pass.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _scatter_to_indices(ct: torch.Tensor, indices: torch.Tensor, shape: Sequence
 
 
 def _register_max_pool(target: OpOverload, kernel: OpOverload, num_dims: int, samples: Any) -> None:
-    # y[i] = x[m(i)], m(i) the place of the maximum        ct_x[j] = sum of ct_y[i] over m(i) = j
+    # y[i] = x[m(i)], m(i) the position of the maximum        ct_x[j] = sum of ct_y[i] over m(i) = j
     def by_kernel(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
         return kernel(ct, c.self, c.kernel_size, c.stride, c.padding, c.dilation, c.ceil_mode, c.outs[1])
 
@@ -64,9 +65,9 @@ _register_max_pool(
 )
 
 
-def _window_codec(bound: dict[str, Any], kind: TensorType) -> Codec | None:
+def _window_codec(bound: dict[str, Any], indices_type: TensorType) -> Codec | None:
     kernel = _per_dim(bound["kernel_size"], 2)
-    if kernel[0] * kernel[1] > 256 or not kind.is_contiguous:
+    if kernel[0] * kernel[1] > 256 or not indices_type.is_contiguous:
         return None
     stride = tuple(_per_dim(bound["stride"] or kernel, 2))
     geometry = (
@@ -76,7 +77,7 @@ def _window_codec(bound: dict[str, Any], kind: TensorType) -> Codec | None:
         tuple(_per_dim(bound["padding"], 2)),
         tuple(_per_dim(bound["dilation"], 2)),
     )
-    return Codec(replace(kind, dtype=torch.uint8), (ENCODE_WINDOWS, geometry), (DECODE_WINDOWS, geometry))
+    return Codec(replace(indices_type, dtype=torch.uint8), (ENCODE_WINDOWS, geometry), (DECODE_WINDOWS, geometry))
 
 
 ENCODE_WINDOWS = register_kernel("encode_windows", encode_windows, writes_into=True)
@@ -145,8 +146,8 @@ _register_max_unpool(
 )
 
 
-# Window i of average pooling covers [start, end) of the input; its divisor counts what lies inside the padded input, or
-# inside the input. The divisor is a product over the dimensions, so each has its own matrix of averages.
+# Window i of average pooling covers [start, end) of the input. Its divisor counts the elements inside the padded input,
+# or inside the input. The divisor is a product over the dims, so each dim has its own matrix of averages.
 def _average_matrices(c: Call, ct: torch.Tensor, num_dims: int) -> list[torch.Tensor]:
     kernel = _per_dim(c.kernel_size, num_dims)
     strides = _per_dim(c.stride, num_dims) if c.stride else kernel
@@ -164,8 +165,8 @@ def _average_matrices(c: Call, ct: torch.Tensor, num_dims: int) -> list[torch.Te
 
 
 def _windows(start: torch.Tensor, end: torch.Tensor, length: int) -> torch.Tensor:
-    place = torch.arange(length, device=start.device)
-    return (place >= start.unsqueeze(1)) & (place < end.unsqueeze(1))
+    position = torch.arange(length, device=start.device)
+    return (position >= start.unsqueeze(1)) & (position < end.unsqueeze(1))
 
 
 def _register_average_pool(target: OpOverload, kernel: OpOverload, num_dims: int, samples: Any) -> None:
@@ -207,7 +208,7 @@ _register_average_pool(
 )
 
 
-# Adaptive pooling to Y of X elements averages [floor(i X / Y), ceil((i + 1) X / Y)).
+# Adaptive pooling from X to Y elements averages [floor(i X / Y), ceil((i + 1) X / Y)).
 def _adaptive_matrix(out_length: int, length: int, like: torch.Tensor) -> torch.Tensor:
     index = torch.arange(out_length, device=like.device) * length
     start = index.div(out_length, rounding_mode="floor")
@@ -247,7 +248,7 @@ _register_adaptive_average_pool(
     lambda draw: [case(draw(2, 2, 3, 5, 4), [2, 3, 2]), case(draw(2, 3, 4, 4), [1, 2, 3])],
 )
 
-# These kernels take the pooled tensor for its shape.
+# These kernels read only the shape of the pooled tensor.
 for _reader in (
     aten.max_pool2d_with_indices_backward.default,
     aten.avg_pool2d_backward.default,

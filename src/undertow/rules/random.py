@@ -1,6 +1,7 @@
-"""Random operations: dropout and the randomised ReLU, through which a gradient flows; draws, which have none.
+"""Random operations: dropout and the randomised ReLU, which have a gradient, and draws, which have none.
 
-A draw that overwrites a tensor cuts the gradient of what stood there: it is zero.
+In: the recorded mask or slopes. Out: the cotangent of the input. If a draw overwrites a tensor, the cotangent of the
+tensor's former value is zero.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from undertow.rules.registry import Call, Case, Formula, Op, Sampler, composed, 
 aten = torch.ops.aten
 
 
-# y = x mask / (1 - p) in training; the kernel passes the cotangent unscaled unless it is told that it is training
+# y = x mask / (1 - p) in training; outside training the kernel passes the cotangent on unscaled
 def _dropout_scale(c: Call) -> float:
     if not c.train:
         return 1.0
@@ -26,7 +27,7 @@ def _ct_dropout(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
     return ct * c.outs[1] * _dropout_scale(c)
 
 
-# On the CPU the kernel is this very product, and FakeTensors know its strides better than the kernel's.
+# On the CPU the kernel computes this product, and FakeTensors give the right strides only for the product.
 def _ct_dropout_kernel(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
     if ct.device.type == "cpu":
         return _ct_dropout(c, ct)
@@ -75,7 +76,7 @@ register(
 
 
 # y = x where x > 0, else x n, with a random slope n in training and the mean slope otherwise. In training the operation
-# writes the slopes into `noise`; made functional, it returns them behind its output.
+# writes the slopes into `noise`; its functional form returns them as a second output.
 def _noise(c: Call) -> torch.Tensor:
     return c.outs[1] if len(c.outs) > 1 else c.noise
 
@@ -86,7 +87,7 @@ def _ct_randomized_relu(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
     return torch.where(c.self > 0, ct, ct * ((c.lower + c.upper) / 2))
 
 
-# The backward kernel is the product in training and that of the leaky ReLU otherwise.
+# Eager computes the product in training and calls the leaky ReLU's backward kernel otherwise.
 def _ct_randomized_relu_kernel(c: Call, ct: torch.Tensor, *_: None) -> torch.Tensor:
     if c.training:
         return _noise(c) * ct
@@ -150,7 +151,7 @@ register(
     )
 )
 
-# Drawn over a tensor, whose former value is lost.
+# These overwrite a tensor, whose former value is lost.
 for overwrite, arguments in (
     (aten.bernoulli.p, (0.5,)),
     (aten.uniform.default, ()),

@@ -1,6 +1,7 @@
 """Recurrent layers and cells that run as one kernel: LSTM on the CPU (oneDNN), LSTM and GRU on CUDA.
 
-All others are recorded as their elementary operations. An LSTM step, with the gates i, f, g, o side by side in a:
+In: inputs, weights, states and the kernel's outputs. Out: the cotangents of inputs, weights and states. All other
+layers are recorded as their elementary operations. An LSTM step, with the gates i, f, g, o concatenated in a:
 
     a = x W^T + h U^T + b        i, f, o = sigmoid(a)        g = tanh(a)        c' = f c + i g        h' = o tanh(c')
 
@@ -24,7 +25,7 @@ _LSTM_MODE = 2  # the kernels' number for LSTM
 
 @dataclass(frozen=True)
 class _LstmStep:
-    """What a step's derivative needs of it."""
+    """What the derivative of a step needs."""
 
     gates: Sequence[torch.Tensor]  # i, f, g, o
     cell_before: torch.Tensor
@@ -43,7 +44,7 @@ def _lstm_step(pre_activation: torch.Tensor, cell: torch.Tensor) -> _LstmStep:
     return _LstmStep(gates, cell, cell_after.tanh(), cell_after)
 
 
-# ct_c' gains ct_h' o (1 - tanh(c')^2)
+# ct_c' += ct_h' o (1 - tanh(c')^2)
 # ct_i = ct_c' g        ct_f = ct_c' c        ct_g = ct_c' i        ct_o = ct_h' tanh(c')        ct_c = ct_c' f
 def _lstm_step_back(
     step: _LstmStep, ct_hidden: torch.Tensor, ct_cell: torch.Tensor
@@ -123,7 +124,7 @@ def _layer_samples(draw: Sampler) -> list[Case]:
     shapes = [(5, 2, 3), (16, 3), (16, 4), (16,), (16,), (2, 4), (2, 4)]
 
     def layer(reverse: bool) -> Case:
-        # The kernel knows no float64.
+        # The kernel does not support float64.
         tensors = [draw(*shape).float() for shape in shapes]
         return kink(*tensors, reverse, [], _LSTM_MODE, 4, 1, True, False, False, True)
 
@@ -189,7 +190,7 @@ register(
 
 
 # r = sigmoid(a_r + b_r)        z = sigmoid(a_z + b_z)        n = tanh(a_n + r b_n)        h' = n + z (h - n)
-# with a the gates from the input and b those from the hidden state
+# with a the gates from the input and b the gates from the hidden state
 def _gru_cell(c: Call, ct: torch.Tensor, _: None) -> dict[str, torch.Tensor]:
     a_r, a_z, a_n = _with_bias(c.input_gates, c.input_bias).chunk(3, dim=-1)
     b_r, b_z, b_n = _with_bias(c.hidden_gates, c.hidden_bias).chunk(3, dim=-1)
@@ -231,7 +232,7 @@ def _cudnn_kernel(
 ) -> tuple[object, ...]:
     output, _, _, reserve, weight_buffer = c.outs
     if weight_buffer is None:
-        # PyTorch's fake kernel returns none where the real one packs the weights, and recording sees only the fake one.
+        # The real kernel returns packed weights, but recording sees only PyTorch's fake kernel, which returns None.
         raise MissingRule(
             "the derivative of cuDNN's recurrent layers cannot be recorded; "
             "run the model under torch.backends.cudnn.flags(enabled=False)"

@@ -2,7 +2,7 @@
 
 In: `c.self`, `c.out`, the reduced dims. Out: the cotangent of `self`, spread back over the reduced dims.
 
-Eager branches on values in a few places (is there a zero in a product, is the maximum NaN). A formula must not: it
+In a few cases eager branches on values (is there a zero in a product, is the maximum NaN). A formula must not: it
 computes both branches and chooses with `where`, which gives the same bits.
 """
 
@@ -34,12 +34,12 @@ def _spread(ct: Tensor, shape: torch.Size, dims: Sequence[int] | None, keepdim: 
 
 
 def _num_reduced(shape: torch.Size, dims: Sequence[int] | None) -> int:
-    """How many elements went into one element of the result."""
+    """How many elements are reduced to one."""
     return math.prod(shape[dim] for dim in (dims if dims else range(len(shape)))) if shape else 1
 
 
 def over_dims(draw: Sampler) -> list[Case]:
-    """No dim, one, several, negative; kept or not; transposed; 0-dim."""
+    """One dim, several, negative; with keepdim or without; transposed; 0-dim."""
     return [
         case(draw(3, 4), [1]),
         case(draw(3, 4), [0], True),
@@ -137,12 +137,12 @@ register(
 
 # y = prod of x        ct_x = ct y / x; with a zero among the factors, ct times the product of all the others
 def _others_product(x: Tensor, dim: int) -> Tensor:
-    """For each element, the product of the others along `dim`: those before it times those behind it."""
+    """For each element, the product of the others along `dim`: of those before it times those after it."""
     size = x.shape[dim]
     one = aten.ones_like(x.narrow(dim, 0, 1), memory_format=torch.contiguous_format)
     before = aten.cat([one, x.narrow(dim, 0, size - 1)], dim).cumprod(dim)
-    behind = aten.cat([one, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
-    return before * behind
+    after = aten.cat([one, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
+    return before * after
 
 
 def _prod_all_without_division(c: Call, ct: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def _std(c: Call, ct: Tensor) -> Tensor:
 
 
 def _and_mean(of_spread: Callable[[Call, Tensor], Tensor]) -> Formula:
-    """The cotangents of a spread and of the mean, added up; either may be missing."""
+    """The cotangent from a variance or deviation and the cotangent from the mean, added; either may be missing."""
 
     def formula(c: Call, ct_spread: Tensor | None, ct_mean: Tensor | None) -> Tensor:
         parts = [] if ct_spread is None else [of_spread(c, ct_spread)]

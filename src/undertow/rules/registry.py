@@ -1,15 +1,15 @@
 """The operation registry: one record per operation whose derivative Undertow knows.
 
-In: the files beside this one, each calling `register(Op(...))` for its family. Out: `find_op(target)`.
+In: the other files of this folder, each calling `register(Op(...))` for its family. Out: `find_op(target)`.
 
-A record holds only what PyTorch does not know. Shapes, aliasing, randomness and flops are asked of PyTorch
-(`schema.py`, `tracing.py`). A derivative is an ordinary Python function over tensors, written with ATen operations:
-run on real tensors it computes, run under a recorder it becomes nodes of a Program. What it reads of the forward
-pass is what has to be kept for the backward pass; nothing else declares that.
+A record has only what PyTorch does not know. Shapes, aliasing, randomness and flops come from PyTorch (`schema.py`,
+`tracing.py`). A derivative is an ordinary Python function of tensors, written with ATen operations. On real tensors it
+computes; under a recorder it becomes nodes of a Program. What it reads from the forward pass is kept for the backward
+pass; nothing else declares that.
 
-Broadcasting is not the formulas' business: autodiff sums a cotangent to the shape of its value, then casts it to its
-dtype, in the order in which eager PyTorch does (`conform` in `autodiff/backward.py`). A formula may therefore return
-the broadcast shape.
+Formulas need not care about broadcasting: autodiff sums a cotangent to the shape of its value, then casts it to its
+dtype, in the same order as eager PyTorch (`conform` in `autodiff/backward.py`). So a formula may return the broadcast
+shape.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Vjp:
     """One formulation of an operation's derivative.
 
     `formulas` maps argument names to `formula(call, *cts)`, the cotangent of that argument: a tensor, None for "no
-    contribution", or a list for a list of tensors. `joint`, for kernels that make several cotangents at once, is
-    `joint(call, *cts)` and returns a mapping, or the cotangents in the order of `joint_arguments`; it asks
-    `call.wants(name)` for what is needed. A cotangent of an output that nothing depends on is None.
+    contribution", or a list for a list of tensors. `joint(call, *cts)` is for kernels that make several cotangents
+    together. It returns a mapping, or the cotangents in the order of `joint_arguments`; `call.wants(name)` tells it
+    which are needed. The cotangent of an output that nothing depends on is None.
     """
 
     name: str
     formulas: dict[str, Formula] = field(default_factory=dict)
     joint: Formula | None = None
     joint_arguments: tuple[str, ...] = ()
-    is_composed: bool = True  # made of operations that have rules themselves, so it can be differentiated again
+    is_composed: bool = True  # all its operations have rules, so it can be differentiated again
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -80,11 +80,11 @@ def fused_joint(*arguments: str, by: Formula) -> Vjp:
 
 @dataclass(frozen=True)
 class Op:
-    """What Undertow knows of one operation beyond what PyTorch tells.
+    """What Undertow knows about one operation in addition to PyTorch.
 
-    The first formulation repeats eager's arithmetic bit for bit; the others are alternatives. An operation whose
-    output never carries a gradient has no formulation. `samples` makes example calls for the test battery, which
-    iterates the registry: every formulation is compared with finite differences and with `torch.autograd` on them.
+    The first formulation has eager's bits; the others are further ways to write the rule. An operation whose output
+    never has a gradient has no formulation. `samples` makes example calls for the tests, which iterate the registry and
+    compare every formulation with finite differences and with `torch.autograd`.
     """
 
     target: OpOverload
@@ -105,7 +105,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Case:
-    """One example call of an operation. Where it is not smooth, finite differences have nothing to say."""
+    """One example call of an operation. If it is not smooth, it is not compared with finite differences."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -113,7 +113,7 @@ class Case:
 
 
 def case(*args: Any, **kwargs: Any) -> Case:
-    """An example call, written as the call itself."""
+    """An example call, written like the call itself."""
     return Case(args, kwargs)
 
 
@@ -152,7 +152,7 @@ class Sampler:
 
 
 class Call:
-    """One call of an operation as a formula sees it: arguments by schema name, outputs, and what is wanted."""
+    """One call of an operation as a formula sees it: arguments by schema name, outputs, and wanted cotangents."""
 
     def __init__(
         self, target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Any], wanted: set[str]
@@ -181,16 +181,16 @@ _REGISTRY: dict[OpOverload, Op] = {}
 
 
 def register(op: Op) -> Op:
-    """Add a record; one per operation."""
+    """Add the record of an operation, which must have none yet."""
     if op.target in _REGISTRY:
-        raise ValueError(f"{op.target} has a record already")
+        raise ValueError(f"register: an operation can have one record; {op.target} has one already")
     _REGISTRY[op.target] = op
     mark_compared(op.target)
     return op
 
 
 def find_op(target: Any) -> Op | None:
-    """The record of `target`, or None when Undertow has no rule for it."""
+    """The record of `target`, or None if it has none."""
     return _REGISTRY.get(target)
 
 

@@ -1,8 +1,8 @@
 """Resampling: nearest, linear and cubic interpolation to another size, plain and antialiased.
 
-Interpolation is a separable linear map: y = A x with one matrix A[i, j] per spatial dimension, the weight of input j in
-output i. The fused form is PyTorch's kernel; the composed form builds A from shapes alone and applies A^T, so both need
-nothing of the forward pass.
+In: shapes. Out: the cotangent of `self`. Interpolation is a separable linear map: y = A x with one matrix A[i, j] per
+spatial dim, the weight of input j in output i. The fused form is PyTorch's kernel; the composed form makes A from
+shapes and applies A^T. So both need no values from the forward pass.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ def apply_transposed(matrices: Sequence[torch.Tensor], ct: torch.Tensor) -> torc
 
 
 def _at(index: torch.Tensor, length: int) -> torch.Tensor:
-    """A row per output: true where the input is the one that `index` names."""
+    """One row per output, true at the input position in `index`."""
     return index.unsqueeze(1) == torch.arange(length, device=index.device)
 
 
-def _places(out_length: int, like: torch.Tensor) -> torch.Tensor:
-    # In 16 bits the places themselves would be rounded.
+def _positions(out_length: int, like: torch.Tensor) -> torch.Tensor:
+    # In 16 bits the positions themselves would be rounded.
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.arange(out_length, dtype=dtype, device=like.device)
 
 
 def _step(out_length: int, length: int, factor: float | None) -> float:
-    """How far apart in the input two neighbouring outputs lie."""
+    """The distance in the input between two neighbouring outputs."""
     return 1.0 / factor if factor is not None and factor > 0 else length / out_length
 
 
-# y[i] = x[floor((i + offset) step)]. PyTorch computes the place in float32 whatever the dtype, which decides ties.
+# y[i] = x[floor((i + offset) step)]. PyTorch computes the position in float32 for every dtype, which decides ties.
 def _nearest(offset: float) -> Callable[..., torch.Tensor]:
     def matrix(out_length: int, length: int, like: torch.Tensor, factor: float | None) -> torch.Tensor:
         index = torch.arange(out_length, dtype=torch.float32, device=like.device)
@@ -53,13 +53,13 @@ def _nearest(offset: float) -> Callable[..., torch.Tensor]:
 def _source(
     out_length: int, length: int, like: torch.Tensor, factor: float | None, align_corners: bool
 ) -> torch.Tensor:
-    index = _places(out_length, like)
+    index = _positions(out_length, like)
     if align_corners:
         return index * ((length - 1) / (out_length - 1) if out_length > 1 else 0.0)
     return (index + 0.5) * _step(out_length, length, factor) - 0.5
 
 
-# y[i] = (1 - t) x[j] + t x[j + 1], where j + t is the place of output i in the input
+# y[i] = (1 - t) x[j] + t x[j + 1], where j + t is the position of output i in the input
 def _linear(
     out_length: int, length: int, like: torch.Tensor, factor: float | None, align_corners: bool
 ) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _keys(distance: torch.Tensor, a: float) -> torch.Tensor:
     return torch.where(x <= 1, near, torch.where(x < 2, far, 0.0))
 
 
-# Antialiased: every output averages the inputs under a filter stretched to the step, normalised to sum 1.
+# Antialiased: every output averages the inputs with a filter that is stretched to the step and sums to 1.
 def _antialiased(reach: float, weigh: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     def matrix(
         out_length: int, length: int, like: torch.Tensor, factor: float | None, align_corners: bool
@@ -99,11 +99,11 @@ def _antialiased(reach: float, weigh: Callable[[torch.Tensor], torch.Tensor]) ->
         else:
             step = _step(out_length, length, factor)
         stretch = max(step, 1.0)
-        center = (step * (_places(out_length, like) + 0.5)).unsqueeze(1)
-        place = _places(length, like)
+        center = (step * (_positions(out_length, like) + 0.5)).unsqueeze(1)
+        position = _positions(length, like)
         start = (center - reach * stretch + 0.5).clamp(min=0).floor()
         end = (center + reach * stretch + 0.5).floor().clamp(max=length)
-        weight = weigh((place - center + 0.5) / stretch) * ((place >= start) & (place < end))
+        weight = weigh((position - center + 0.5) / stretch) * ((position >= start) & (position < end))
         return (weight / weight.sum(1, keepdim=True)).to(like.dtype)
 
     return matrix

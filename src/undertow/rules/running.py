@@ -1,6 +1,6 @@
 """Running reductions: cumsum, cumprod, logcumsumexp, cummax, cummin.
 
-In: `c.self`, `c.out` or the recorded positions. Out: a cotangent that runs the other way, from the end to the start.
+In: `c.self`, `c.out` or the recorded positions. Out: the cotangent of `self`, reduced from the end to the start.
 """
 
 import torch
@@ -42,8 +42,8 @@ register(
 
 
 # y_k = prod of x_j, j <= k        ct_x_j = sum of ct_k y_k / x_j, k >= j
-# Behind the first zero at z all y are 0, so only x_z has a slope there: y_{z-1} sum of ct_k prod x_(z+1..k), up to the
-# second zero. Linear in the length, as eager does it; its own derivative at a zero is wrong.
+# From the first zero, x_z, on all y are 0, so only x_z has a slope there: y_{z-1} sum of ct_k prod x_(z+1..k), up to
+# the second zero. As in eager, time is linear in the length; differentiating this form again is wrong at a zero.
 def _cumprod_linear(c: Call, ct: Tensor) -> Tensor:
     x, out, dim, ct = c.self, c.out, c.dim, ct.to(c.self.dtype)
     if x.numel() <= 1 or x.shape[dim] == 1:
@@ -61,12 +61,12 @@ def _cumprod_linear(c: Call, ct: Tensor) -> Tensor:
 
 
 def _pairwise(tensor: Tensor, dim: int, as_row: bool) -> Tensor:
-    """`tensor` with `dim` last, repeated along a new dim: element [..., j, k] is that at k (a row) or at j."""
+    """`tensor` with `dim` last, repeated along a new dim: [..., j, k] is the element at k (`as_row`) or at j."""
     moved = tensor.movedim(dim, -1)
     return moved.unsqueeze(-2 if as_row else -1).expand(*moved.shape, moved.shape[-1])
 
 
-# The same in quadratic space, without division: y_k / x_j is the running product with 1 in the place of x_j.
+# The same in quadratic space, without division: y_k / x_j is the running product with 1 instead of x_j.
 def _cumprod_pairwise(c: Call, ct: Tensor) -> Tensor:
     ct = ct.to(c.self.dtype)
     if c.self.dim() == 0:
@@ -136,7 +136,7 @@ register(
     )
 )
 
-# y_k = max of x_j, j <= k        ct goes to the position recorded for k
+# y_k = max of x_j, j <= k        ct_k goes to the position recorded for k
 for running_extremum in (aten.cummax.default, aten.cummin.default):
     register(
         Op(

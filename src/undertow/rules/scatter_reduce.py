@@ -1,6 +1,6 @@
 """`scatter_reduce`: y = x with the values of s reduced into it at the positions i: sum, mean, product, extremum.
 
-In: x, s, i, y. Out: ct_x and ct_s. What takes part in the reduction at a place shares the cotangent of that place.
+In: x, s, i, y. Out: ct_x and ct_s. The values that are reduced at a position share its cotangent.
 """
 
 import torch
@@ -17,14 +17,14 @@ def _untouched(c: Call, ct: Tensor) -> Tensor:
 
 
 def _num_averaged(c: Call, ct: Tensor) -> Tensor:
-    """How many values were averaged at each place, at least 1."""
+    """How many values were averaged at each position, at least 1."""
     count = aten.ones_like(ct) if c.include_self else aten.zeros_like(ct)
     count = count.scatter_add(c.dim, c.index, aten.ones_like(c.src))
     return aten.where(count == 0, 1.0, count)
 
 
 def _extreme_share(c: Call, ct: Tensor) -> Tensor:
-    """The cotangent of each place over the number of values that equal the extremum there."""
+    """The cotangent of each position, divided by the number of values that equal the extremum there."""
     is_extreme = (c.self == c.out).to(c.self.dtype)
     also_extreme = (c.src == c.out.gather(c.dim, c.index)).to(c.self.dtype)
     return ct / is_extreme.scatter_add(c.dim, c.index, also_extreme)

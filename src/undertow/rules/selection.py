@@ -1,8 +1,8 @@
 """Choosing between operands, element by element: maximum, clamp, where, copysign.
 
-In: the operands. Out: the cotangent goes to the operand that was chosen; how a tie is split is eager's convention.
+In: the operands. Out: their cotangents: the chosen operand gets it, and ties are split as eager splits them.
 
-Where eager zeroes a fresh tensor in place, a `where` stands here: `masked_fill` would give the same values in other
+Where eager zeroes a fresh tensor in place, a `where` is used here: `masked_fill` would give the same values with other
 strides, and strides decide the order of later sums.
 """
 
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def distinct_pairs(draw: Sampler) -> list[Case]:
-    """No two elements that meet are equal; the last case is a tie everywhere, with a NaN on either side."""
+    """Pairs without a tie; then pairs with ties and a NaN on either side; then integers and floats."""
     ties = torch.tensor([1.0, 2.0, math.nan, 0.5]).double()
     others = torch.tensor([1.0, 3.0, 0.0, math.nan]).double()
     first, second = draw.distinct(2, 3, 4)
@@ -33,7 +33,7 @@ def distinct_pairs(draw: Sampler) -> list[Case]:
 
 # z = max(x, y)        ct_x = ct where x > y, ct / 2 at a tie, else 0
 def _winner(loses: Callable[[Call], Tensor]) -> Formula:
-    """The cotangent of the operand that wins unless `loses(c)`; a tie is split evenly."""
+    """The cotangent of an operand: 0 where `loses(c)`, half at a tie, else all."""
 
     def formula(c: Call, ct: Tensor) -> Tensor:
         return aten.where(loses(c), 0.0, aten.where(c.self == c.other, ct / 2, ct))
@@ -56,7 +56,7 @@ register(
     )
 )
 
-# z = max(x, y), a NaN losing        ct goes to x where x >= y or y is NaN, else to y
+# z = max(x, y), where a NaN loses        ct goes to x where x >= y or y is NaN, else to y
 for ignoring_nan, wins in ((aten.fmax, torch.ge), (aten.fmin, torch.le)):
     register(
         Op(
@@ -160,7 +160,7 @@ register(
 register(
     Op(
         aten.where.self,
-        # z = x where the condition holds, else y; the cotangent likewise
+        # z = x where the condition is true, else y        ct_x = ct where it is true, else 0        ct_y = ct elsewhere
         (
             composed(
                 self=lambda c, ct: aten.where(c.condition, ct, 0),

@@ -1,7 +1,7 @@
 """Views: other shapes, orders and parts of the same memory.
 
-In: mostly the shape of `c.self`. Out: the cotangent of the whole, zero outside the part that was viewed. Eager has
-kernels that write a part into fresh zeros; the composed forms scatter it, which has a rule of its own.
+In: mostly the shape of `c.self`. Out: the cotangent of `self`, zero outside the part that was viewed. Eager has kernels
+that write a part into fresh zeros; the composed forms use scatter operations, which have rules.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from undertow.rules.registry import Call, Case, Op, Sampler, Vjp, case, composed
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
-END = 2**63 - 1  # the end of a slice that has none
+END = 2**63 - 1  # the end of a slice without a given end
 
 
 def plain(draw: Sampler) -> list[Case]:
@@ -48,7 +48,7 @@ register(
     )
 )
 
-# y = x repeated along dims of size 1        ct_x = the sum of ct over them, which autodiff takes
+# y = x repeated along dims of size 1        ct_x = the sum of ct over them, which autodiff does
 register(
     Op(
         aten.expand.default,
@@ -92,7 +92,7 @@ register(
     )
 )
 
-# y = x with a dim of size 1 more        ct_x = ct without it
+# y = x with an added dim of size 1        ct_x = ct without it
 register(
     Op(
         aten.unsqueeze.default,
@@ -195,7 +195,7 @@ register(
 )
 
 
-# y = windows of x, in a new last dim        ct_x = the sum over the windows in which an element stands
+# y = windows of x, in a new last dim        ct_x = the sum over the windows that contain an element
 def _unfold_composed(c: Call, ct: Tensor) -> Tensor:
     if c.self.dim() == 0:
         return ct.sum()
@@ -221,10 +221,10 @@ register(
 )
 
 
-# y = x's memory seen through a size, strides and an offset        ct_x = the sum of ct over the places of y where an
-# element of x stands. If x itself overlaps, its elements that share a place share what arrives there.
+# y = x's memory viewed with a size, strides and an offset        ct_x = the sum of ct over the positions in y that show
+# an element of x. If x itself overlaps, elements that share an address share the sum.
 def _has_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may share a place; eager's test, which errs on the side of yes."""
+    """Whether two elements may share an address. This is eager's test, which may say yes where none do."""
     extent = 0
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if stride <= extent:
@@ -234,7 +234,7 @@ def _has_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int], offset: int) -> int:
-    """How many places of memory the geometry reaches."""
+    """How many elements of memory the geometry spans."""
     return offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
@@ -244,7 +244,7 @@ def _as_strided(c: Call, ct: Tensor, *, by_index: bool) -> Tensor:
     if 0 in c.size or 0 in c.self.shape:
         return ct.new_zeros(c.self.shape)
     base = min(offset, x_offset)
-    num_places = max(_span(c.self.shape, c.self.stride(), x_offset - base), _span(c.size, c.stride, offset - base))
+    num_elements = max(_span(c.self.shape, c.self.stride(), x_offset - base), _span(c.size, c.stride, offset - base))
     size: list[int] = []
     strides: list[int] = []
     for dim in reversed(range(ct.dim())):
@@ -254,21 +254,21 @@ def _as_strided(c: Call, ct: Tensor, *, by_index: bool) -> Tensor:
             ct = ct.sum(dim)
         else:
             size, strides = [c.size[dim], *size], [c.stride[dim], *strides]
-    places = ct.new_zeros(num_places)
-    position = aten.arange(num_places, device=ct.device)
+    memory = ct.new_zeros(num_elements)
+    position = aten.arange(num_elements, device=ct.device)
     if by_index or _has_overlap(size, strides):
         target = position.as_strided(size, strides, offset - base)
-        places = places.index_add(0, target.reshape(-1), ct.reshape(-1))
+        memory = memory.index_add(0, target.reshape(-1), ct.reshape(-1))
     else:
-        places = aten.as_strided_scatter(places, ct, size, strides, offset - base)
+        memory = aten.as_strided_scatter(memory, ct, size, strides, offset - base)
     source = position.as_strided(c.self.shape, c.self.stride(), x_offset - base)
     if _has_overlap(c.self.shape, c.self.stride()):
         owners = aten.ones_like(source, dtype=ct.dtype, memory_format=torch.contiguous_format)
-        count = aten.zeros_like(places).index_add(0, source.reshape(-1), owners.reshape(-1))
-        places = places / count
+        count = aten.zeros_like(memory).index_add(0, source.reshape(-1), owners.reshape(-1))
+        memory = memory / count
     if by_index:
-        return places.index_select(0, source.reshape(-1)).view(c.self.shape)
-    return places.as_strided(c.self.shape, c.self.stride(), x_offset - base)
+        return memory.index_select(0, source.reshape(-1)).view(c.self.shape)
+    return memory.as_strided(c.self.shape, c.self.stride(), x_offset - base)
 
 
 register(
@@ -288,7 +288,7 @@ register(
 )
 
 
-# y_1, y_2, ... = x cut along a dim        ct_x = the cotangents put together, zeros for those that are None
+# y_1, y_2, ... = x cut along a dim        ct_x = the cotangents concatenated, with zeros for missing ones
 def _rejoin(c: Call, cts: Sequence[Tensor | None]) -> Tensor:
     pieces = [c.self.new_zeros(out.shape) if ct is None else ct for ct, out in zip(cts, c.outs, strict=True)]
     return aten.cat(pieces, c.dim)
