@@ -24,7 +24,7 @@ each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda alg
 
 @pytest.fixture(params=[1], autouse=True)
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """One thread where a test does not ask for more: on a busy machine threads mostly wait for each other."""
+    """One thread unless a test requests more: on a busy machine threads mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -35,7 +35,7 @@ several_threads = pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
 
 
 class Guarded:
-    """Memory between two stretches that nobody may write to; the memory itself begins as NaN."""
+    """Memory between two guards that nobody may write to; the memory itself starts as NaN."""
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
@@ -60,10 +60,10 @@ def draw(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tenso
     if kind == "wide range":
         return normal * 2.0 ** torch.randint(-20, 20, shape, generator=generator)
     if kind == "same sign":
-        # All terms at the maximum: sums as large as they can be, so every rounding is as large as it can be.
+        # All terms are near the maximum, so the sums and their roundings are as large as they can be.
         return 1 + 0.01 * normal.abs().clamp(max=1)
     if kind == "alternating":
-        # What the transforms' rows of alternating signs add up instead of cancelling.
+        # The transforms have rows of alternating signs, in which these terms add up instead of cancelling.
         signs = (-1.0) ** sum(torch.meshgrid(*(torch.arange(size) for size in shape[2:]), indexing="ij"))
         return signs.expand(shape) * (1 + 0.01 * normal.abs().clamp(max=1))
     return normal
@@ -112,7 +112,7 @@ def check_all_passes(
         is_close(ct_x, exact_x, algorithm.error_bound(shape, Pass.BACKWARD_DATA) * largest, "backward data")
         largest = (ct.abs().max() * x.abs().max()).item()
         is_close(ct_weight, exact_weight, algorithm.error_bound(shape, Pass.BACKWARD_WEIGHT) * largest, "weight")
-        # Winograd reads the bias's cotangent off a transformed tile: a few roundings more.
+        # Winograd takes the bias's cotangent from a transformed tile, with a few more roundings.
         pixels = shape.num_out_pixels
         bound = pixels * accumulated_error(pixels + 16) * ct.abs().max().item()
         is_close(ct_bias, exact_bias, bound, "bias")
@@ -151,7 +151,7 @@ def test_every_size_up_to_40(algorithm: Algorithm) -> None:
 @each_algorithm
 @pytest.mark.parametrize("has_relu", [False, True])
 def test_one_channel(algorithm: Algorithm, has_relu: bool) -> None:
-    """An image of one channel lies in both layouts."""
+    """An image of one channel has both layouts."""
     for seed, channels in enumerate(((1, 17), (1, 1), (5, 1))):
         for kernel, stride in (((2, 4), (1, 4)), ((3, 3), (1, 1)), ((1, 1), (2, 1))):
             shape = ConvolutionShape(2, *channels, (5, 5), kernel, stride, dilation=(3 if kernel == (2, 4) else 1, 1))
@@ -172,14 +172,14 @@ def test_bound_holds_on_random_shapes(algorithm: Algorithm, kind: str) -> None:
 @pytest.mark.parametrize(
     ("stride", "groups", "channels"), [((1, 1), 1, 24), ((2, 2), 1, 24), ((3, 2), 2, 32), ((1, 1), 4, 36)]
 )
-def test_1x1_reads_pixels_where_they_lie_or_copies_them(stride: tuple[int, int], groups: int, channels: int) -> None:
+def test_1x1_reads_pixels_directly_or_copies_them(stride: tuple[int, int], groups: int, channels: int) -> None:
     shape = ConvolutionShape(2, channels, 48 * groups, (13, 18), (1, 1), stride, groups=groups)
     check_all_passes(POINTWISE, shape)
     check_all_passes(POINTWISE, shape, has_relu=True)
 
 
 @several_threads
-# Many tiles go by blocks of tiles; many channels on few tiles by panels of channels.
+# Many tiles are computed by blocks of tiles, many channels on few tiles by panels of channels.
 @pytest.mark.parametrize(("channels", "size"), [((32, 64), 40), ((192, 160), 9), ((40, 100), 7)])
 @pytest.mark.parametrize("algorithm", [SMALL_WINOGRAD, WINOGRAD], ids=lambda algorithm: algorithm.name)
 def test_blocks_of_tiles_and_panels_of_channels(algorithm: Algorithm, channels: tuple[int, int], size: int) -> None:
@@ -188,7 +188,7 @@ def test_blocks_of_tiles_and_panels_of_channels(algorithm: Algorithm, channels: 
 
 
 @several_threads
-def test_same_bits_every_time_and_thread_counts_left_alone(num_threads: int) -> None:
+def test_same_bits_every_time_and_thread_counts_unchanged(num_threads: int) -> None:
     shape = ConvolutionShape(2, 32, 48, (30, 30), (3, 3), padding=(1, 1))
     x = torch.randn(shape.x_shape).contiguous(memory_format=torch.channels_last)
     weight = torch.randn(shape.weight_shape)
@@ -200,7 +200,7 @@ def test_same_bits_every_time_and_thread_counts_left_alone(num_threads: int) -> 
     assert torch.get_num_threads() == num_threads
 
 
-def test_nan_goes_through_relu_and_its_mask_as_in_pytorch() -> None:
+def test_nan_passes_relu_and_its_mask_as_in_pytorch() -> None:
     shape = ConvolutionShape(1, 16, 16, (8, 8), (3, 3), padding=(1, 1))
     x = torch.full(shape.x_shape, float("nan")).contiguous(memory_format=torch.channels_last)
     for algorithm in (PLAIN, BLOCKED, WINOGRAD):
@@ -233,7 +233,7 @@ def test_refusals_name_the_reason(algorithm: Algorithm, changes: dict[str, tuple
     assert refusal is not None and reason in refusal
 
 
-def test_a_workspace_too_small_is_refused() -> None:
+def test_too_small_a_workspace_is_refused() -> None:
     shape = ConvolutionShape(1, 4, 4, (8, 8), (3, 3), padding=(1, 1))
     x, out = (torch.randn(1, 4, 8, 8).contiguous(memory_format=torch.channels_last) for _ in range(2))
     with pytest.raises(ValueError, match="needs a workspace of at least .* bytes; it was given 100"):

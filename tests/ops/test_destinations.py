@@ -1,4 +1,4 @@
-"""Operations that are told where to write: the same bits there, and no memory for the outputs taken beside."""
+"""Operations that write into given memory: they write the same bits, and allocate no outputs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from undertow.ir.pytorch import operation_of
 from undertow.ir.schema import flatten_outputs, inplace_of
 from undertow.ops.own import functional
 
-EMPTY = torch.ops.aten.empty_like.default  # promises nothing of what it makes
+EMPTY = torch.ops.aten.empty_like.default  # its output has no defined content
 
 
 def destinations() -> list[Any]:
-    """Every operation of the registry that can be told, and the functional form of its in-place one."""
+    """Every operation of the registry that can write into given memory, and its in-place form made functional."""
     found = {}
     for op in OPS:
         in_place = inplace_of(op.target)
@@ -39,8 +39,8 @@ def call_into(destination: Destination, args: Any, kwargs: Any, outputs: list[to
     return destination.call(*args, **kwargs, **given)
 
 
-def elsewhere(like: torch.Tensor) -> torch.Tensor:
-    """Memory as an arena gives it: with something in it, and of a size that cannot be changed."""
+def used_memory(like: torch.Tensor) -> torch.Tensor:
+    """Memory as in an arena: with old content, and of a fixed size."""
     if not like.numel():
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     memory = torch.from_numpy(numpy.full(like.untyped_storage().nbytes(), 0x77, numpy.uint8))
@@ -48,11 +48,11 @@ def elsewhere(like: torch.Tensor) -> torch.Tensor:
 
 
 def run_both(operation: Operation, destination: Destination, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The outputs as the operation makes them, and as it writes them over what stood elsewhere."""
+    """The outputs that the operation allocates, and those that it writes into given memory."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         expected = flatten_outputs(operation(*args, **kwargs))
-        outputs = [elsewhere(item) for item in expected]
+        outputs = [used_memory(item) for item in expected]
         torch.manual_seed(0)
         call_into(destination, args, kwargs, outputs)
     return expected, outputs
@@ -87,7 +87,7 @@ def test_the_same_bits(op, operation, destination, precision):
 
 
 class CompareAll(TorchDispatchMode):
-    """Runs what can be told where to write a second time, so told, and compares."""
+    """Runs each operation that can write into given memory a second time that way, and compares."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,13 +97,13 @@ class CompareAll(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         destination = operation_of(func).destination
         expected = [] if destination is None else flatten_outputs(result)
-        is_open = torch.Tag.nondeterministic_seeded in func.tags or func is EMPTY
-        if expected and not is_open and all(item is not None and not item.is_complex() for item in expected):
-            outputs = list(map(elsewhere, expected))
+        is_undefined = torch.Tag.nondeterministic_seeded in func.tags or func is EMPTY
+        if expected and not is_undefined and all(item is not None and not item.is_complex() for item in expected):
+            outputs = list(map(used_memory, expected))
             try:
                 call_into(destination, args, kwargs or {}, outputs)
             except RuntimeError as error:
-                raise AssertionError(f"{func} cannot be told where to write") from error
+                raise AssertionError(f"{func} cannot write into given memory") from error
             assert list(map(bits, outputs)) == list(map(bits, expected)), func
             self.compared.add(func._schema.name.removeprefix("aten::"))
         return result
@@ -128,7 +128,7 @@ def test_what_autograd_calls():
                 continue  # no kernel for this precision
             carriers = [item for item in outputs if item.requires_grad and item.is_floating_point()]
             if carriers and leaves:
-                # Of a few operations autograd itself knows no derivative.
+                # A few operations have no derivative in autograd itself.
                 with mode, suppress(RuntimeError):
                     torch.autograd.grad(carriers, leaves, list(map(torch.ones_like, carriers)), allow_unused=True)
     wanted = {"threshold_backward", "gelu_backward", "_softmax_backward_data", "max_pool2d_with_indices_backward"}

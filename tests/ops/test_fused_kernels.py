@@ -43,7 +43,7 @@ def same(found, expected):
 
 
 def assert_near(found, expected, scale, num_roundings):
-    """|found - expected| <= num_roundings * eps * scale, with NaN and infinity in the same places."""
+    """|found - expected| <= num_roundings * eps * scale, with NaN and infinity at the same positions."""
     expected = expected.double()
     finite = expected.isfinite()
     assert torch.equal(found.isnan(), expected.isnan())
@@ -77,7 +77,7 @@ def test_batch_norm(rows, channels, has_residual, has_relu, threads):
     y = y + inputs[3] if has_residual else y
     y = y.relu() if has_relu else y
     deviation = ((x - saved_mean) * saved_inverse).abs()
-    # Statistics: 32 roundings of a block in float32 at a 5 times larger square, and the final ones.
+    # Statistics: 32 roundings of a block in float32 of squares 5 times larger, and the final roundings.
     assert_near(mean, saved_mean, saved_mean.abs() + 1 / saved_inverse, 2)
     assert_near(inverse_std, saved_inverse, saved_inverse, 32 * 5 / 2 + 2)
     assert_near(running[0], expected_running[0], expected_running[0].abs() + 100, 2)
@@ -85,14 +85,14 @@ def test_batch_norm(rows, channels, has_residual, has_relu, threads):
     size = deviation * weight.abs() + bias.abs() + residual.abs() + weight.abs()
     assert_near(out, y, size.detach(), 32 * 5 / 2 + 8)
     ct_x, ct_weight, ct_bias = torch.empty_like(x), torch.empty(channels), torch.empty(channels)
-    # A ReLU's backward is a step: it is given the float64 pass's own mask.
+    # The derivative of a ReLU jumps at 0, so both sides use the mask of the float64 pass.
     given = y.detach().float() if has_relu else None
     ct_residual = torch.empty_like(x) if has_relu and has_residual else None
     batch_norm_backward(ct, x, weight, mean, inverse_std, given, ct_x, ct_weight, ct_bias, ct_residual)
     y.backward(ct.double())
     sums = ct.abs().sum(0).double()
     products = (ct.abs() * (deviation + 1)).sum(0).detach()
-    # The saved mean carries one rounding of 100 standard deviations.
+    # The saved mean has one rounding of 100 standard deviations.
     off = 2 * 100 * saved_inverse.detach().clamp(min=1)
     assert_near(ct_bias, inputs[2].grad, sums, 34)
     assert_near(ct_weight, inputs[1].grad, products + sums * off, 34 + 2 * 80)
@@ -134,7 +134,7 @@ def test_batch_norm_with_nan_and_infinity():
     assert torch.equal(inverse_std.isnan(), their_inverse.isnan())
 
 
-def test_batch_norm_evaluation_past_the_caches_and_in_place(threads):
+def test_batch_norm_evaluation_bypassing_caches_and_in_place(threads):
     activations = torch.randn(2, 64, 192, 192).contiguous(memory_format=torch.channels_last)
     x = rows_of(activations)
     residual, out = torch.randn_like(x), torch.empty_like(x)
@@ -159,7 +159,7 @@ POOLS = [
 @pytest.mark.parametrize("channels", [1, 19, 64])
 @pytest.mark.parametrize("geometry", POOLS)
 def test_max_pool(geometry, channels, threads):
-    # Few different values: many ties, some of them at the border of the ReLU.
+    # Few different values give many ties, some of them at the ReLU's zero.
     x = torch.randint(-2, 3, (2, channels, 13, 11)).float().contiguous(memory_format=torch.channels_last)
     x.permute(0, 2, 3, 1).view(-1)[::7] = float("nan")
     x.permute(0, 2, 3, 1).view(-1)[::5] = -float("inf")
@@ -182,7 +182,7 @@ def test_max_pool(geometry, channels, threads):
     assert same(ct_x, expected.permute(0, 2, 3, 1))
 
 
-def test_max_pool_refuses_a_window_that_its_code_cannot_name():
+def test_max_pool_refuses_a_window_too_large_for_its_code():
     x = torch.randn(1, 20, 20, 1)
     with pytest.raises(ValueError, match="256"):
         max_pool_forward(x, (17, 17), (1, 1), (0, 0), (1, 1), x, x)
@@ -239,7 +239,7 @@ def test_adam_has_the_bits_of_pytorch(betas, is_decoupled, weight_decay):
         assert_same_steps(size, torch.optim.AdamW if is_decoupled else torch.optim.Adam, step_of, 2, options)
 
 
-def test_bits_are_asked_for():
+def test_pytorch_rounds_as_expected():
     assert is_bit_identical()
 
 
@@ -254,7 +254,7 @@ def cache_folder(tmp_path_factory):
 
 
 def every_float():
-    """Floats from the whole range, evenly in their bits, denser where the functions bend, and the special ones."""
+    """Floats from the whole range, evenly spaced in their bits, denser where the functions bend, and special ones."""
     bits = torch.arange(-(2**31), 2**31, 9973, dtype=torch.int64).to(torch.int32)
     special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 88.72284, -103.97208])
     return torch.cat([bits.view(torch.float32), torch.linspace(-110, 95, 400_003), special])
@@ -329,11 +329,11 @@ def test_layer_norm(rows, columns, has_residual, threads):
         assert torch.equal(summed, whole)
     exact = [tensor.double().requires_grad_() for tensor in (whole, weight, bias)]
     y, their_mean, their_inverse = aten.native_layer_norm(exact[0], [columns], *exact[1:], 1e-5)
-    # Vectors of 16 sums, at least: columns / 16 roundings in a row, and a few to join them.
+    # Vectors of at least 16 sums: columns / 16 roundings one after the other, and a few to join them.
     roundings = columns / 16 + 16
     size = whole.abs().amax(1, keepdim=True)
     assert_near(mean, their_mean[:, 0].detach(), size[:, 0], roundings)
-    # A variance of 0 next to epsilon: the error of the mean, squared, over epsilon.
+    # A variance of 0 beside epsilon: the squared error of the mean, divided by epsilon.
     assert_near(inverse_std, their_inverse[:, 0].detach(), their_inverse[:, 0].detach(), 2 * roundings)
     spread = size * their_inverse.detach() * weight.abs() + bias.abs()
     assert_near(out, y.detach(), spread, 3 * roundings)
@@ -361,11 +361,11 @@ def test_cross_entropy(rows, classes, reduction, threads):
     exact = logits.double().requires_grad_()
     expected = torch.nn.functional.cross_entropy(exact, targets, reduction=reduction)
     size = logits[logits.isfinite()].abs().max() * (rows if reduction == "sum" else 1)
-    # One function's error and 32 lanes' roundings in the sum, which the logarithm turns into an absolute error.
+    # The error of exp and the roundings of 32 lanes in the sum, which the logarithm turns into an absolute error.
     assert_near(loss, expected.detach(), size + 1, 140)
     cross_entropy_backward(0.7, logits, targets, -100, reduction, logsumexp, ct_logits)
     expected.mul(0.7).backward()
-    # e^(x - logsumexp): the rounding of the difference and of logsumexp, and the function's.
+    # e^(x - logsumexp): the roundings of the difference, of logsumexp and of exp.
     assert_near(ct_logits, exact.grad, exact.grad.abs() * (2 * size + 4) + 2.0**-140, 140)
     cross_entropy_backward(0.7, logits, targets, -100, reduction, logsumexp, logits)
     assert torch.equal(ct_logits, logits)
@@ -400,12 +400,12 @@ def test_products(rows, inner, columns, threads):
 
 
 @pytest.mark.parametrize("rows, inner, columns", [(1, 1, 1), (7, 3, 5), (8, 32, 32), (37, 53, 71), (300, 1100, 97)])
-@pytest.mark.parametrize("is_left_turned", [False, True])
-@pytest.mark.parametrize("is_right_turned", [False, True])
-def test_packed_products(threads, rows, inner, columns, is_left_turned, is_right_turned):
-    a = torch.randn(inner, rows).t() if is_left_turned else torch.randn(rows, inner)
-    b = torch.randn(columns, inner).t() if is_right_turned else torch.randn(inner, columns)
-    around = torch.full((rows + 2, columns), 7.0)  # nothing beside the result is written
+@pytest.mark.parametrize("is_left_transposed", [False, True])
+@pytest.mark.parametrize("is_right_transposed", [False, True])
+def test_packed_products(threads, rows, inner, columns, is_left_transposed, is_right_transposed):
+    a = torch.randn(inner, rows).t() if is_left_transposed else torch.randn(rows, inner)
+    b = torch.randn(columns, inner).t() if is_right_transposed else torch.randn(inner, columns)
+    around = torch.full((rows + 2, columns), 7.0)  # nothing outside the result may be written
     out = around[1:-1]
     multiply_packed(a, b, out.fill_(torch.nan))
     assert_near(out, a.double() @ b.double(), a.double().abs() @ b.double().abs(), inner + 1)
@@ -419,27 +419,27 @@ def test_packed_products_of_several_blocks_of_columns(threads):
     assert_near(out, a.double() @ b.double(), a.double().abs() @ b.double().abs(), 41)
 
 
-def draw_both(make, p, own, others):
-    """Draws and states of ours and PyTorch's."""
-    found, expected = draw_bernoulli(make(), p, generator=own), make().bernoulli_(p, generator=others)
+def draw_both(make, p, own, pytorchs):
+    """Our draws and generator state must equal PyTorch's."""
+    found, expected = draw_bernoulli(make(), p, generator=own), make().bernoulli_(p, generator=pytorchs)
     assert torch.equal(found, expected)
-    assert torch.equal(own.get_state(), others.get_state())
+    assert torch.equal(own.get_state(), pytorchs.get_state())
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1 - 2**-53, 1.0])
 def test_draws_are_pytorchs(p, monkeypatch):
     monkeypatch.setattr(draws, "MIN_ELEMENTS", 1)
-    own, others = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    own, pytorchs = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     for size in (0, 1, 2, 311, 312, 313, 5000):
-        draw_both(lambda size=size: torch.empty(size), p, own, others)
-        for generator in (own, others):
-            torch.randint(10, (1,), generator=generator)  # one word of the state: the next draws straddle two
-            torch.randn(1, generator=generator)  # keeps a second number in the state
-    draw_both(lambda: torch.empty(6, 4, 5).transpose(0, 1), p, own, others)
-    draw_both(lambda: torch.empty(50, dtype=torch.float64), p, own, others)
+        draw_both(lambda size=size: torch.empty(size), p, own, pytorchs)
+        for generator in (own, pytorchs):
+            torch.randint(10, (1,), generator=generator)  # one word, so that a later pair spans two states
+            torch.randn(1, generator=generator)  # leaves a second number in the state
+    draw_both(lambda: torch.empty(6, 4, 5).transpose(0, 1), p, own, pytorchs)
+    draw_both(lambda: torch.empty(50, dtype=torch.float64), p, own, pytorchs)
 
 
-def test_draws_from_the_usual_generator_and_bad_probabilities():
+def test_draws_from_the_default_generator_and_bad_probabilities():
     state = torch.get_rng_state()
     expected = [torch.empty(size).bernoulli_(0.3) for size in (1000, 2000)]
     torch.set_rng_state(state)
@@ -449,8 +449,8 @@ def test_draws_from_the_usual_generator_and_bad_probabilities():
             draw_bernoulli(torch.empty(3), p)
 
 
-def test_draws_are_ours_where_they_can_be():
+def test_our_draws_are_used_on_amd_processors():
     processor = Path("/proc/cpuinfo")
     if not processor.exists() or "AuthenticAMD" not in processor.read_text():
-        pytest.skip("PyTorch draws by MKL on Intel's processors, and elsewhere nothing was compared")
+        pytest.skip("PyTorch draws with MKL on Intel's processors; others were not compared")
     assert has_pytorch_bits()

@@ -1,4 +1,4 @@
-"""Undertow's own kernels against PyTorch's, bit for bit, and what they leave alone."""
+"""Undertow's own kernels against PyTorch's, bit for bit, and that they leave thread counts alone."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ def test_window_codes(kernel, stride, padding, dilation):
     assert torch.equal(decode_windows(codes, *geometry), indices)
 
 
-@pytest.mark.skipif(not has_pytorch_bits(), reason="PyTorch's kernel rounds otherwise on this processor")
+@pytest.mark.skipif(not has_pytorch_bits(), reason="PyTorch's kernel rounds differently on this processor")
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 64, 8, 8), (4, 5), (3, 4, 6), (2, 33, 17, 9), (2, 2, 3, 4, 5)])
 @pytest.mark.parametrize("is_affine", [True, False])
 @pytest.mark.parametrize("is_last", [True, False])

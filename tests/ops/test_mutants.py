@@ -1,9 +1,8 @@
 """Deliberate mistakes in rules, each of which `ut.check_gradients` has to find and name.
 
-Every rule of the registry is spoiled in every way below, argument by argument, on the first of its samples where the
-mistake shows at all: a mistake that changes nothing (the sign of a zero gradient, the axis of a symmetric one) is no
-mistake, and is not counted. The spoiled rule takes the place of the right one while a function that calls the operation
-is checked.
+Every rule of the registry gets every mistake below, argument by argument, on the first of its samples where the mistake
+shows. A mistake that changes nothing (the sign of a zero gradient, the axis of a symmetric one) does not count. The
+wrong rule replaces the right one while a function that calls the operation is checked.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from undertow.rules.registry import Call, Case, Op, Sampler, Vjp, registered_ops
 aten = torch.ops.aten
 EPS = torch.finfo(torch.float64).eps
 MAX_ADDENDS = 12  # of a composed formula; a few have dozens, all alike
-# The check cannot speak about these: it disagrees with the right rule too, or there is no sample in float64.
+# The check cannot judge these: it disagrees with the right rule too, or there is no sample in float64.
 UNCHECKABLE = {
-    aten.hardsigmoid.default: "eager's kernel holds 1/6 in float32",
-    aten.normal.Tensor_Tensor: "draws move with the arguments, and eager's derivative is zero",
+    aten.hardsigmoid.default: "eager's kernel has 1/6 in float32",
+    aten.normal.Tensor_Tensor: "draws change with the arguments, and eager's derivative is zero",
     aten.normal.Tensor_float: "the same",
     aten.normal.float_Tensor: "the same",
     aten.mkldnn_rnn_layer.default: "exists in float32 only",
@@ -63,7 +62,7 @@ def take_first(ct: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return ct
 
 
-# What becomes of the cotangent of one argument, which has the broadcast shape until autodiff sums it to the leaf's.
+# Each changes the cotangent of one argument, which has the broadcast shape until autodiff sums it to the leaf's shape.
 MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "wrong sign": lambda ct, leaf: -ct,
     "missing term: all of it": lambda ct, leaf: torch.zeros_like(ct),
@@ -76,8 +75,8 @@ MISTAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def spoil(vjp: Vjp, change: Callable[[Call, dict[str, Any]], dict[str, Any]]) -> Vjp:
-    """The rule with `change` applied to the cotangents it makes."""
+def with_mistake(vjp: Vjp, change: Callable[[Call, dict[str, Any]], dict[str, Any]]) -> Vjp:
+    """The rule with `change` applied to its cotangents."""
     return Vjp(
         vjp.name,
         joint=lambda call, *cts: change(call, vjp.cotangents(call, cts)),
@@ -89,7 +88,7 @@ def spoil(vjp: Vjp, change: Callable[[Call, dict[str, Any]], dict[str, Any]]) ->
 def change_argument(
     name: str, mistake: Callable[..., torch.Tensor], call: Call, found: dict[str, Any]
 ) -> dict[str, Any]:
-    """The mistake in the cotangent of one argument; in that of its first tensor if it is a list."""
+    """Make the mistake in the cotangent of one argument or, if it is a list, of its first tensor."""
     ct, leaf = found.get(name), getattr(call, name)
     if isinstance(ct, torch.Tensor):
         return found | {name: mistake(ct, leaf)}
@@ -107,7 +106,7 @@ def swap(left: str, right: str, call: Call, found: dict[str, Any]) -> dict[str, 
 
 
 class WithoutAddend(TorchDispatchMode):
-    """Runs sums, but for the one at `index` returns the first addend alone."""
+    """Runs sums, but returns only the first addend of sum number `index`."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -183,7 +182,7 @@ class Sample:
         return tuple(outputs[index] for index in self.differentiable)
 
     def check(self) -> str:
-        """What `ut.check_gradients` complains of; nothing where it finds no fault."""
+        """The message of `ut.check_gradients`, empty if it finds no fault."""
         try:
             ut.check_gradients(self.function, self.args, num_directions=2)
         except ut.GradientCheckFailed as error:
@@ -213,7 +212,7 @@ class Sample:
         return gradients
 
     def differ(self, found: dict[str, Any], right: dict[str, Any]) -> bool:
-        """Whether a mistake changed any gradient by more than its rounding, for which 64 ulp are plenty."""
+        """Whether a mistake changed any gradient by more than rounding, which is well below 64 ulp."""
         changed, gradients = self.gradients(found), self.gradients(right)
         sizes = [
             float(tensor.abs().max()) for tensor in (*gradients, *self.cts) if tensor is not None and tensor.numel()
@@ -235,17 +234,17 @@ class Mutant:
         return f"{self.sample.op.target}: {self.mistake}"
 
     def check(self) -> str:
-        """What the check says with the spoiled rule in the right one's place."""
+        """What the check says about the wrong rule."""
         op = self.sample.op
         with patch.dict(registry._REGISTRY, {op.target: replace(op, vjps=(self.vjp,))}):
             return self.sample.check()
 
 
 def samples_of(op: Op) -> list[Sample]:
-    """The smooth ones; of random operations, whose draws are no function of the arguments, all.
+    """The smooth samples; for random operations, whose draws are no function of the arguments, all samples.
 
-    The check draws its cotangents from a generator of seed 0. Drawn with the same seed, a sample could be equal to
-    them, and their product be zero where it is antisymmetric.
+    The check draws its cotangents from a generator with seed 0. With the same seed a sample could equal them, and an
+    antisymmetric product of the two would be zero.
     """
     cases = op.samples(Sampler(seed=1))
     smooth = [case for case in cases if case.is_smooth]
@@ -253,7 +252,7 @@ def samples_of(op: Op) -> list[Sample]:
 
 
 def mutants_of(op: Op) -> Iterator[Mutant]:
-    """Each mistake on the first sample where it shows; those that never do are equal to the original."""
+    """Each mistake on the first sample where it shows. A mistake that never shows makes no mutant."""
     samples, exact, composed = samples_of(op), op.exact_vjp, op.composed_vjp
     changes = {
         f"{mistake} ({name})": partial(change_argument, name, change)
@@ -264,7 +263,7 @@ def mutants_of(op: Op) -> Iterator[Mutant]:
     for mistake, change in changes.items():
         for sample in samples:
             if sample.differ(change(sample.call, sample.exact), sample.exact):
-                yield Mutant(sample, mistake, spoil(exact, change))
+                yield Mutant(sample, mistake, with_mistake(exact, change))
                 break
     for index in range(MAX_ADDENDS if composed else 0):
         mutant = without_addend(composed, index)
@@ -281,7 +280,7 @@ def mutants() -> list[Mutant]:
 
 @pytest.fixture(scope="module")
 def false_alarms(mutants: list[Mutant]) -> dict[Sample, str]:
-    """The samples on which the check complains of the right rule."""
+    """The samples on which the check rejects the right rule."""
     alarms = {}
     for sample in dict.fromkeys(mutant.sample for mutant in mutants):
         try:
@@ -295,16 +294,16 @@ def false_alarms(mutants: list[Mutant]) -> dict[Sample, str]:
 
 @pytest.fixture(scope="module")
 def outcomes(mutants: list[Mutant], false_alarms: dict[Sample, str]) -> list[tuple[Mutant, str]]:
-    """What the check says to each mutant; nothing where it finds no fault."""
+    """What the check says about each mutant, empty if it finds no fault."""
     return [(mutant, mutant.check()) for mutant in mutants if mutant.sample not in false_alarms]
 
 
-def test_every_rule_and_every_mistake_is_there(mutants: list[Mutant]) -> None:
-    spoiled = {mutant.sample.op.target for mutant in mutants}
-    assert [str(op.target) for op in WITH_RULES if op.target not in spoiled] == []
-    kinds = Counter(mutant.mistake.partition(" (")[0] for mutant in mutants)
-    assert kinds.keys() == MISTAKES.keys() | {"swapped arguments", "missing term: addend"}
-    assert min(kinds.values()) >= 20, kinds
+def test_every_rule_and_every_mistake_has_mutants(mutants: list[Mutant]) -> None:
+    covered = {mutant.sample.op.target for mutant in mutants}
+    assert [str(op.target) for op in WITH_RULES if op.target not in covered] == []
+    counts = Counter(mutant.mistake.partition(" (")[0] for mutant in mutants)
+    assert counts.keys() == MISTAKES.keys() | {"swapped arguments", "missing term: addend"}
+    assert min(counts.values()) >= 20, counts
 
 
 def test_right_rules_pass(false_alarms: dict[Sample, str]) -> None:

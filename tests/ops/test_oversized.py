@@ -1,4 +1,4 @@
-"""Operations whose outputs lie in more memory than they need are all known, and their compact form is exact."""
+"""All operations whose outputs take more memory than needed are declared, and their compact form is exact."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_all_oversized_operations_are_declared():
         for case in op.samples(Sampler()):
             try:
                 excess = excess_bytes(op.target, case)
-            except (RuntimeError, NotImplementedError):  # no kernel for this dtype; the battery of rules says which
+            except (RuntimeError, NotImplementedError):  # no kernel for this dtype; test_rules says which
                 continue
             if excess > 0:
                 found.add(op.target)

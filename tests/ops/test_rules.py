@@ -1,7 +1,7 @@
 """Every rule of the registry, on every sample, in every formulation.
 
 A rule is compared with `torch.autograd` on the same call (bit for bit where it claims eager's bits), with central
-differences, and with itself on FakeTensors. A new record is tested without writing a test.
+differences, and with itself on FakeTensors. A new record needs no new test.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_float(value: Any) -> bool:
 
 
 def move(leaf: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """`leaf + by` in memory laid out like the leaf's; elements that share a place cannot move apart there."""
+    """`leaf + by` with the leaf's strides, unless elements share an address: there they could not differ."""
     leaf = rebuild(leaf.detach(), {})
     return leaf + by if 0 in leaf.stride() else leaf.add_(by)
 
@@ -64,7 +64,7 @@ def invoke(target: OpOverload, bound: dict[str, Any]) -> Any:
 
 
 def write(view: OpOverload) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """Eager's way to put `src` into the part of `self` that `view` shows."""
+    """How eager writes `src` into the part of `self` that `view` shows."""
 
     def run(bound: dict[str, Any]) -> torch.Tensor:
         base = bound["self"].clone()
@@ -74,9 +74,9 @@ def write(view: OpOverload) -> Callable[[dict[str, Any]], torch.Tensor]:
     return run
 
 
-# In Programs these stand for a write through a view, as in `x[:, 1] = y`, whose cotangents lie in other strides than
-# those of the functional operations; that of `as_strided_scatter` is even wrong on torch 2.13, which returns the
-# cotangent of the part instead of that of the rest.
+# In Programs these stand for a write through a view, as in `x[:, 1] = y`, whose cotangents have other strides than the
+# functional operations' cotangents. For `as_strided_scatter` torch 2.13 is even wrong: it returns the cotangent of the
+# part instead of the rest.
 WRITTEN_THROUGH = {
     aten.select_scatter.default: write(aten.select.int),
     aten.slice_scatter.default: write(aten.slice.Tensor),
@@ -84,12 +84,12 @@ WRITTEN_THROUGH = {
     aten.as_strided_scatter.default: write(aten.as_strided.default),
 }
 
-# Relative errors of eager's own derivatives in float64, by order. The kernel of hardsigmoid holds 1/6 in float32. The
+# Relative errors of eager's own derivatives in float64, by order. The kernel of hardsigmoid has 1/6 in float32. The
 # second derivative of binary cross entropy has e = 1e-12 added to x and to 1 - x, which are above 1/10 in the samples:
 # its denominator x^2 (1 - x)^2 is off by 2 e (1/x + 1/(1 - x)) < 40 e.
 EAGER_ERROR = {(aten.hardsigmoid.default, 1): 2.0**-24, (aten.binary_cross_entropy.default, 2): 40e-12}
 
-# Eager holds the norm constant when it differentiates a second time (torch 2.13; finite differences disagree with it).
+# Eager treats the norm as constant when it differentiates a second time (torch 2.13; finite differences disagree).
 WRONG_SECOND_DERIVATIVE = {aten._weight_norm_interface.default}
 
 
@@ -102,14 +102,14 @@ def is_implemented(output: torch.Tensor | None) -> bool:
 
 
 def run_eager(target: OpOverload, bound: dict[str, Any]) -> list[torch.Tensor | None]:
-    """The outputs, with autograd's graph behind them."""
+    """The outputs, with their autograd graph."""
     if target in WRITTEN_THROUGH:
         return flatten(WRITTEN_THROUGH[target](bound))
     outputs = flatten(invoke(target, bound))
     packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_functional") + "_", None)
     if all(map(is_implemented, outputs)) or packet is None:
         return outputs
-    # Eager knows the derivative of the in-place operation only; a Program holds the functional one.
+    # Eager knows only the derivative of the in-place operation; a Program has the functional one.
     overloads = [getattr(packet, name) for name in packet.overloads()]
     in_place = next(overload for overload in overloads if signature(overload) == signature(target))
     first = target._schema.arguments[0].name
@@ -152,7 +152,7 @@ class Example:
         return self.pick(vjp.cotangents(self.call(), cts))
 
     def pick(self, by_name: dict[str, Any]) -> list[torch.Tensor | None]:
-        """The cotangents of the leaves, out of those of the arguments."""
+        """The cotangents of the leaves, taken from the cotangents of the arguments."""
         grads = []
         for name in self.wanted:
             tensors = flatten(self.bound[name])
@@ -168,7 +168,7 @@ class Example:
 
 
 def arrange(like: torch.Tensor, layout: str, generator: torch.Generator) -> torch.Tensor:
-    """A random cotangent of the shape and dtype of `like`, laid out in memory in one of several ways."""
+    """A random cotangent of the shape and dtype of `like`, in one of several layouts."""
     if layout == "expanded":
         return torch.randn((), generator=generator, dtype=torch.float64).to(like.dtype).expand(like.shape)
     ct = torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
@@ -179,7 +179,7 @@ def arrange(like: torch.Tensor, layout: str, generator: torch.Generator) -> torc
 
 
 def conform(ct: torch.Tensor | None, leaf: torch.Tensor) -> torch.Tensor | None:
-    """What autograd's engine does to a cotangent before it hands it on: sum the broadcast dims, then cast."""
+    """What autograd's engine does to a cotangent before it passes it on: sum the broadcast dims, then cast."""
     if ct is None:
         return None
     if ct.shape != leaf.shape:
@@ -259,11 +259,11 @@ def largest(tensor: torch.Tensor) -> float:
 def assert_close(
     found: torch.Tensor, expected: torch.Tensor, rounded: list[torch.Tensor], eager_error: float, where: str
 ) -> None:
-    """Compare up to rounding, whose size the same computations in lower precision show.
+    """Compare up to rounding, whose size is found from the same computations in lower precision.
 
     Rounding errors are proportional to the unit roundoff. The tolerance is 8 times the larger error seen in `rounded`,
-    scaled, because what is seen in a few elements may be smaller by luck, and 8 covers 3 bits of luck; and 8 ulp, for
-    results that happened to be exact in lower precision.
+    scaled, because the error of a few elements may be smaller by luck, and 8 covers 3 bits of luck. It also has 8 ulp
+    for results that happened to be exact in lower precision.
     """
     unit, rounded_unit = (torch.finfo(t.dtype).eps for t in (expected, rounded[0]))
     errors = [largest(r.double() - expected) for r in rounded]
@@ -292,8 +292,8 @@ def test_every_formulation_agrees_with_autograd(op: Op, vjp: Vjp) -> None:
 def test_every_formulation_agrees_with_finite_differences(op: Op, vjp: Vjp) -> None:
     """Central differences D(h) and D(h/2) along a random direction, extrapolated to R = (4 D(h/2) - D(h)) / 3.
 
-    Tolerance: |D(h) - D(h/2)| bounds the truncation error of R, which is of higher order. To it comes rounding: an
-    output is off by a few ulp per term that was summed into it, an input by half an ulp, both divided by h/2.
+    Tolerance: |D(h) - D(h/2)| bounds the truncation error of R, which is of higher order. Rounding is added: an output
+    is off by a few ulp per term that was summed into it, an input by half an ulp, both divided by h/2.
     """
     h = 2.0**-10
     for case in filter(lambda case: case.is_smooth, samples(op)):
@@ -328,7 +328,7 @@ def test_every_formulation_agrees_with_finite_differences(op: Op, vjp: Vjp) -> N
 
 
 def second_order(example: Example, vjp: Vjp | None, cts: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """How the gradients along a random direction depend on arguments and cotangents.
+    """The derivatives of the gradients along a random direction, by arguments and cotangents.
 
     PyTorch differentiates either the formulas of `vjp` or, without one, its own backward pass.
     """
@@ -353,7 +353,7 @@ def second_order(example: Example, vjp: Vjp | None, cts: list[torch.Tensor | Non
 
 
 @pytest.mark.parametrize("op", each(WITH_RULES))
-def test_second_derivative_of_the_composed_form_is_that_of_autograd(op: Op) -> None:
+def test_second_derivative_of_the_composed_form_agrees_with_autograd(op: Op) -> None:
     if op.target in WRITTEN_THROUGH:
         pytest.skip("PyTorch cannot differentiate the functional form of a write through a view twice")
     if op.target in WRONG_SECOND_DERIVATIVE:
@@ -395,7 +395,7 @@ def test_formulas_run_without_data(op: Op, vjp: Vjp) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Lists the operations run under it that a gradient could flow through."""
+    """Collects the operations run under it that a gradient could flow through."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Kernels that are said to read the shape of an argument alone: other numbers in it change no bit."""
+"""Kernels that are declared to read only the shape of an argument: other numbers in it change no bit."""
 
 import pytest
 import torch
