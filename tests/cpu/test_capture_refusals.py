@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import undertow as ut
-from undertow.calls.planned import Runner
+from undertow.calls.runner import Runner
 
 
 class Body(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import undertow as ut
-from undertow.calls.planned import MAX_CAPTURES
+from undertow.calls.runner import MAX_CAPTURES
 from undertow.costs.cache import MAX_COSTS, cache_path, keep_costs, load_costs
 from undertow.ir.cost import Cost
 from undertow.kernels.draws import has_pytorch_bits
