@@ -8,6 +8,7 @@ any operation; rules come from the registry and are recorded like any other tens
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,7 +46,7 @@ from undertow.ops.opaque import (
     through_autograd,
 )
 from undertow.ops.own import GENERATOR_STATE
-from undertow.record.traced_tensor import TracedTensor
+from undertow.record.traced_tensor import Storage, TracedTensor
 from undertow.record.tracing import Namer, Recorder
 from undertow.rules.registry import Call, find_op
 
@@ -104,6 +105,7 @@ class _Backward(Recorder):
         self.is_strict = is_strict
         self.node: Node | None = None
         self.cotangents: dict[Value, torch.Tensor] = {}
+        self.num_in_storage: Counter[Storage] = Counter()  # how many of the cotangents lie in each
         self.pending: list[tuple[Value, torch.Tensor]] = []  # of the node being visited, not yet added
         self.forward = {*program.makers, *(item.value for item in program.inputs)}
         self.complete: dict[Value, Value] = {}
@@ -199,7 +201,9 @@ class _Backward(Recorder):
         self.pending = [pair for argument, ct in self._pull_back(node, cts) for pair in self._spread(argument, ct)]
         for value in node.outputs:
             if value in self.cotangents:
-                self.complete[value] = self.value_of(self.cotangents.pop(value))
+                ct = self.cotangents.pop(value)
+                self.num_in_storage[self.traced(ct).alias.storage] -= 1
+                self.complete[value] = self.value_of(ct)
         while self.pending:
             self._accumulate(*self.pending[0])
             del self.pending[0]
@@ -336,12 +340,12 @@ class _Backward(Recorder):
 
     def _accumulate(self, value: Value, ct: torch.Tensor) -> None:
         known = self.cotangents.get(value)
-        if known is None:
-            self.cotangents[value] = ct
-        elif self._is_added_into(known):
-            self.cotangents[value] = aten.add_.Tensor(known, ct)
-        else:
-            self.cotangents[value] = aten.add.Tensor(known, ct)
+        if known is not None:
+            add = aten.add_.Tensor if self._is_added_into(known) else aten.add.Tensor
+            self.num_in_storage[self.traced(known).alias.storage] -= 1
+            ct = add(known, ct)
+        self.cotangents[value] = ct
+        self.num_in_storage[self.traced(ct).alias.storage] += 1
 
     def _is_added_into(self, ct: torch.Tensor) -> bool:
         """Whether eager adds the next cotangent into this one: the sum then lies as this one does.
@@ -353,8 +357,8 @@ class _Backward(Recorder):
         value, storage = self.value_of(traced), traced.alias.storage
         if traced.alias.steps or value in self.zeros or value in self.forward or not value.tensor_type.is_dense:
             return False
-        held = [*self.cotangents.values(), *(item for _, item in self.pending)]
-        return sum(self.traced(item).alias.storage is storage for item in held) == 1
+        num_pending = sum(self.traced(item).alias.storage is storage for _, item in self.pending)
+        return self.num_in_storage[storage] + num_pending == 1
 
     def _extend(self, differentiable: frozenset[Value]) -> frozenset[Value]:
         extended = set(differentiable)
