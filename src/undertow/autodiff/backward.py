@@ -128,8 +128,9 @@ class _Backward(Recorder):
 
     def _stay_zero(self, func: Any, args: Any, is_zero: list[bool]) -> torch.Tensor | None:
         """What eager makes of ZeroTensors without computing; None if it computes."""
-        if func is aten.add.Tensor and is_zero[0] and TensorType.of(args[0]) == TensorType.of(args[1]):
-            return args[1]
+        other = args[1] if func is aten.add.Tensor and is_zero[0] else None
+        if isinstance(other, torch.Tensor) and TensorType.of(args[0]) == TensorType.of(other):
+            return other
         if func not in _STAY_ZERO or (func is aten.div.Tensor and not is_zero[0]):
             return None
         with self.on_fakes():

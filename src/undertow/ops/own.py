@@ -187,7 +187,10 @@ def replayed(inner: Operation, device: torch.device) -> Operation:
     )
 
 
-def _replay(run: Callable[..., Any], device: torch.device, state: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+# Positional: the operation itself may have an argument `device` or `state`.
+def _replay(
+    run: Callable[..., Any], device: torch.device, state: Tensor, /, *args: Any, **kwargs: Any
+) -> tuple[Any, ...]:
     given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
     generator = given[0] if given else default_generator(device)
     before = generator.get_state()
@@ -199,7 +202,7 @@ def _replay(run: Callable[..., Any], device: torch.device, state: Tensor, *args:
 
 
 def _replay_into(
-    inside: Destination, device: torch.device, *args: Any, out: Sequence[Tensor], **kwargs: Any
+    inside: Destination, device: torch.device, /, *args: Any, out: Sequence[Tensor], **kwargs: Any
 ) -> tuple[Tensor, ...]:
     kwargs |= {"out": out} if inside.names is None else dict(zip(inside.names, out, strict=True))
     _replay(inside.call, device, *args, **kwargs)
@@ -207,7 +210,7 @@ def _replay_into(
 
 
 def _rehearse_replay(
-    inner: Operation, device: torch.device, state: Tensor, *args: Any, **kwargs: Any
+    inner: Operation, device: torch.device, state: Tensor, /, *args: Any, **kwargs: Any
 ) -> Callable[[], Any]:
     known = default_generator(device).get_state()  # a generator takes no made-up state
     return lambda: _replay(inner.run, device, known, *args, **kwargs)
