@@ -12,7 +12,7 @@ UndertowError
 ├── InfeasibleBudget        no plan fits the budget; says the least that fits, and what else would help
 ├── ProgramError            a Program is malformed; a defect in Undertow
 ├── PlanError               a Plan is unsound; a defect in Undertow, or a Plan from elsewhere
-├── MissingRule             `strict=True`, or a second derivative, met an operation without a rule
+├── MissingRule             `strict=True` met an operation without a rule, or PyTorch has no derivative either
 └── GradientCheckFailed     an analytic derivative disagrees with the numerical one
 """
 

@@ -279,11 +279,6 @@ def test_a_model_without_parameters():
     assert torch.equal(x.grad, expected)
 
 
-def test_second_order_through_an_operation_without_a_rule_is_refused():
-    with pytest.raises(ut.MissingRule, match="differentiated again"):
-        ut.hessian(lambda x: torch.fft.rfft(x).abs().sum())(torch.randn(4))
-
-
 SCALE = torch.eye(8).to_sparse()
 
 

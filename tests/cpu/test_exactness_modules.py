@@ -1,5 +1,6 @@
 """Small modules with the constructs that capture must carry: bits of three training steps as eager has them."""
 
+import copy
 import dataclasses
 import math
 
@@ -246,6 +247,53 @@ def test_same_bits_as_eager(name):
     if name == "generator":
         CASES[name].source.manual_seed(3)
     assert_same_steps(CASES[name], (x,), {}, loss_of, num_steps=num_steps)
+
+
+class SmoothedLoss(nn.Module):
+    def __init__(self, ignore_index):
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.loss = nn.CrossEntropyLoss(torch.rand(5), ignore_index=ignore_index, label_smoothing=0.1)
+
+    def forward(self, x, targets):
+        return self.loss(self.linear(x).movedim(-1, 1), targets)
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 2])
+@pytest.mark.parametrize("shape", [(17,), (3, 5, 4)])
+def test_cross_entropy_leaves_ignored_targets_out(shape, ignore_index):
+    """With weights and smoothing, eager does not add zeros for ignored targets; the order of its sum tells.
+
+    How many are ignored is no branch: one plan serves every batch.
+    """
+    torch.manual_seed(0)
+    model = SmoothedLoss(ignore_index)
+    eager = copy.deepcopy(model)
+    planned = None
+    for _ in range(70):
+        x, targets = torch.randn(*shape, 6), torch.randint(0, 5, shape)
+        targets[targets == 4] = ignore_index
+        planned = planned or ut.plan(model, (x, targets))
+        expected, found = eager(x, targets), planned(x, targets)
+        assert same_bits(expected, found)
+        names = [eager.linear.weight, eager.linear.bias], [model.linear.weight, model.linear.bias]
+        expected, found = torch.autograd.grad(expected, names[0]), torch.autograd.grad(found, names[1])
+        assert all(map(same_bits, expected, found))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("is_batched", [True, False])
+def test_ctc_with_lengths_as_numbers(reduction, is_batched):
+    torch.manual_seed(0)
+    x = torch.randn(10, 3, 8) if is_batched else torch.randn(10, 8)
+    targets = torch.randint(1, 8, (3, 4) if is_batched else (4,))
+    lengths = ((10, 9, 3), (3, 0, 4)) if is_batched else ((10,), (4,))
+
+    def body(m, x):
+        scores = m.linear(x).log_softmax(-1)
+        return F.ctc_loss(scores, targets, *lengths, reduction=reduction, zero_infinity=True)
+
+    assert_same_steps(Bare(body), (x,), {}, lambda result: result.sum())
 
 
 def test_tied_and_frozen_and_unused_parameters():

@@ -216,6 +216,57 @@ def test_hessian_against_torch(make, shape, reference):
         assert torch.allclose(product[left], row, rtol=1e-9, atol=1e-9 * scale)
 
 
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return scale * x**3
+
+    @staticmethod
+    def backward(ctx, ct):
+        (x,) = ctx.saved_tensors
+        return 3 * ctx.scale * x**2 * ct, None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.fft.rfft(x).abs().sum(),
+        lambda x: (torch.linalg.eigvalsh(x.view(3, 4) @ x.view(3, 4).T) ** 1.5).sum(),
+        lambda x: (torch.linalg.inv(x.view(3, 4)[:, :3] + 4 * torch.eye(3)) ** 2).sum(),
+        lambda x: Cube.apply(torch.sin(x), 2.0).sum(),
+    ],
+    ids=["fft", "eigenvalues", "inverse", "custom Function"],
+)
+def test_second_derivatives_without_a_rule_are_pytorchs(function):
+    x, vector = f64(12), f64(12)
+    expected = torch.autograd.functional.hessian(function, x)
+    found = ut.hessian(function)(x)
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12) and not found.requires_grad
+    (product,) = ut.hvp(function, (x,), (vector,))
+    assert torch.allclose(product, expected @ vector, rtol=1e-10, atol=1e-10) and not product.requires_grad
+
+
+def test_what_pytorch_cannot_differentiate_twice_is_refused():
+    def loss(x):
+        return torch.nn.functional.ctc_loss(x.view(6, 1, 2).log_softmax(-1), torch.ones(1, 2).long(), (6,), (2,))
+
+    assert ut.grad(loss)(f64(12)).shape == (12,)
+    with pytest.raises(ut.MissingRule, match="derivative for aten::_ctc_loss_backward is not implemented"):
+        ut.hvp(loss, (f64(12),), (f64(12),))
+
+
+def test_third_derivatives_without_a_rule():
+    x = f64(6)
+    function = lambda x: torch.fft.rfft(x).abs().sum()  # noqa: E731
+    expected = torch.autograd.functional.hessian(
+        lambda x: (torch.autograd.grad(function(x), x, create_graph=True)[0] ** 2).sum(), x.requires_grad_()
+    )
+    found = ut.hessian(lambda x: (ut.grad(function)(x) ** 2).sum())(x.detach())
+    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_numerical_gradient_counts_evaluations():
     calls = []
 

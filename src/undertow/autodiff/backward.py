@@ -24,6 +24,7 @@ from undertow.ir import (
     Input,
     InputKind,
     Node,
+    Operation,
     Origin,
     Phase,
     Program,
@@ -39,6 +40,7 @@ from undertow.ir.pytorch import operation_of
 from undertow.ir.schema import bind_arguments, flatten_outputs, functional_of
 from undertow.ops.interpret import generator_of, state_type_of, without_live
 from undertow.ops.opaque import (
+    applied_function,
     custom_function_backward,
     gradients_given,
     gradients_of,
@@ -230,7 +232,7 @@ class _Backward(Recorder):
             return []
         vjp = op.composed_vjp if self.is_composed else op.exact_vjp
         if vjp is None:
-            raise MissingRule(f"{node.name} ({node.origin}) has no derivative that can be differentiated again")
+            return self._pull_back_through_autograd(node, cts)
         # Defaults are those of what runs: the functional form of an operation may have none.
         assert base is not None and run is not None
         bound = bind_arguments(run, node.args, node.kwargs)
@@ -245,6 +247,10 @@ class _Backward(Recorder):
         return [(bound[name], found[name]) for name in vjp.arguments if name in wanted and name in found]
 
     def _pull_back_function(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
+        if self.is_composed:  # its context holds one derivative; for two it runs again
+            name, _, _, autocast, is_dirty = node.operation.parameters
+            again = replace(node, operation=applied_function(name, autocast, is_dirty), outputs=node.outputs[:-1])
+            return self._pull_back_through_autograd(again, cts[:-1])
         _, *arguments = node.args
         positions = tuple(
             index
@@ -264,23 +270,27 @@ class _Backward(Recorder):
         return self._emit(custom_function_backward(node.name, positions), (context, *values), inputs, fakes)
 
     def _pull_back_through_autograd(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
-        if self.is_strict or self.is_composed:
-            raise MissingRule(
-                f"{node.name} ({node.origin}) has no derivative rule"
-                + ("; strict=True allows none" if self.is_strict else " that can be differentiated again")
-            )
+        if self.is_strict:
+            raise MissingRule(f"{node.name} ({node.origin}) has no derivative rule; strict=True allows none")
         inputs = list(node.inputs)
         positions = tuple(index for index, value in enumerate(inputs) if value in self.active)
         values = tuple(None if ct is None else self.value_of(ct) for ct in cts)
         args: Any = (node.args, tuple(node.kwargs), tuple(node.kwargs.values()), values)
         fake_args = without_live(map_values((*args, None), lambda value: self.tensor(value).fake))
         pull_back = partial(gradients_of, node.operation, positions)
+        found: Sequence[torch.Tensor | None]
         with self.on_fakes():
+            found = tuple(_empty_like(inputs[index]) for index in positions)
             try:
                 _, found = pull_back(*fake_args)
-            except Exception:  # the operation cannot run on fake tensors; contiguous is the usual layout
-                found = tuple(_empty_like(inputs[index]) for index in positions)
-        if any(value.tensor_type.device.type == "cpu" and not value.tensor_type.is_contiguous for value in inputs):
+            except MissingRule as error:
+                raise MissingRule(f"{node.origin}: {error}") from error
+            except Exception:
+                pass  # it cannot run on fake tensors, as the user's own code; contiguous is the usual layout
+        is_strided = any(
+            item.tensor_type.device.type == "cpu" and not item.tensor_type.is_contiguous for item in inputs
+        )
+        if is_strided and not _differentiated(node.operation).runs_user_code:
             _, found = self.run_on_zeros(pull_back, fake_args, {}, (None, found))
         # Without a dependence, as of an empty product, eager leaves the gradient out: it is no tensor of zeros.
         reached = {index: fake for index, fake in zip(positions, found, strict=True) if fake is not None}
@@ -305,7 +315,7 @@ class _Backward(Recorder):
                 reached = [output for output in outputs if output is not None and output.requires_grad]
                 leaves = [tensor for tensor in tensors.values() if tensor.requires_grad]
                 gradients_through_autograd(reached, leaves, [torch.ones_like(output) for output in reached])
-            except RuntimeError:
+            except (RuntimeError, MissingRule):
                 return False
         return bool(reached)
 
@@ -389,6 +399,11 @@ def _sum_to_shape(ct: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     dims += [dim for dim in range(leading, ct.dim()) if shape[dim - leading] == 1 and ct.shape[dim] != 1]
     ct = aten.sum.dim_IntList(ct, dims, True) if dims else ct
     return aten.view.default(ct, list(shape)) if leading else ct
+
+
+def _differentiated(operation: Operation) -> Operation:
+    """The operation that a derivative, or a derivative of that, is of."""
+    return operation if operation.derivative_of is None else _differentiated(operation.derivative_of)
 
 
 def _refuse_sparse_gradient(node: Node) -> None:

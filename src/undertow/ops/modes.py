@@ -62,3 +62,9 @@ def with_autograd() -> Iterator[None]:
         torch.enable_grad(),
     ):
         yield
+
+
+def records_in_autograd() -> bool:
+    """Whether what runs here becomes part of autograd's graph."""
+    key = torch._C.DispatchKey.AutogradFunctionality
+    return torch.is_grad_enabled() and not torch._C._dispatch_tls_is_dispatch_key_excluded(key)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from undertow.errors import MissingRule
 from undertow.ir.operation import Operation, operation_maker
 from undertow.ir.schema import flatten_outputs
-from undertow.ops.modes import AutocastState, restored_autocast, with_autograd
+from undertow.ops.modes import AutocastState, records_in_autograd, restored_autocast, with_autograd
 from undertow.ops.own import replayed
 
 OriginalApply = torch.autograd.Function.__dict__["apply"].__func__
@@ -93,7 +94,20 @@ def _run_function_backward(
 ) -> tuple[torch.Tensor, ...]:
     with with_autograd():
         leaves = [context.leaves[position] for position in wanted]
-        return _without_gaps(leaves, gradients_through_autograd(context.outputs, leaves, cts))
+        # Kept as long as the step keeps its context: the columns of a Hessian read it again and again.
+        return _without_gaps(leaves, gradients_through_autograd(context.outputs, leaves, cts, keeps_graph=True))
+
+
+@operation_maker
+def applied_function(name: str, autocast: AutocastState, is_dirty: bool) -> Operation:
+    """(function, *args) -> its outputs, with the history that PyTorch gives them: to be differentiated twice."""
+
+    def run(function: type[torch.autograd.Function], *args: Any) -> tuple[Any, ...]:
+        with restored_autocast(autocast):
+            passed = [arg.clone() if is_dirty and isinstance(arg, torch.Tensor) else arg for arg in args]
+            return tuple(flatten_outputs(function.apply(*passed)))
+
+    return Operation(name, run, returns_tuple=True, can_repeat=False, runs_user_code=True)
 
 
 @operation_maker
@@ -122,13 +136,21 @@ def gradients_of(
     cts: Any,
     state: torch.Tensor | None,
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor | None, ...]]:
-    """What is wanted of an operation without a rule, and its cotangents; None where PyTorch finds no dependence."""
+    """What is wanted of an operation without a rule, and its cotangents; None where PyTorch finds no dependence.
+
+    Called where autograd records, it is itself being differentiated: its arguments keep the history that they have.
+    """
     leaves: list[torch.Tensor] = []
+    is_differentiated = records_in_autograd()
 
     def make_leaves(arguments: Any) -> Any:
         if isinstance(arguments, torch.Tensor):
-            leaf = arguments.detach()
-            leaves.append(leaf.requires_grad_(len(leaves) in wanted))
+            is_wanted = len(leaves) in wanted
+            if is_differentiated and arguments.requires_grad:
+                leaf = arguments.view_as(arguments)  # so that one tensor given twice is two leaves
+            else:
+                leaf = arguments.detach().requires_grad_(is_wanted)
+            leaves.append(leaf)
             return leaf
         return tuple(map(make_leaves, arguments)) if isinstance(arguments, tuple | list) else arguments
 
@@ -141,7 +163,7 @@ def gradients_of(
         else:
             outputs = list(replayed(inner, leaves[0].device)(state, *leaf_args, **leaf_kwargs))
         reached = [leaves[position] for position in wanted]
-        return reached, gradients_through_autograd(outputs, reached, cts)
+        return reached, gradients_through_autograd(outputs, reached, cts, is_differentiated=is_differentiated)
 
 
 def _without_gaps(leaves: list[torch.Tensor], found: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
@@ -150,7 +172,9 @@ def _without_gaps(leaves: list[torch.Tensor], found: tuple[torch.Tensor | None, 
     )
 
 
-def gradients_through_autograd(outputs: list[Any], leaves: list[Any], cts: Any) -> tuple[torch.Tensor | None, ...]:
+def gradients_through_autograd(
+    outputs: list[Any], leaves: list[Any], cts: Any, *, keeps_graph: bool = False, is_differentiated: bool = False
+) -> tuple[torch.Tensor | None, ...]:
     """The cotangents of `leaves` as PyTorch computes them; None where an output does not depend on a leaf."""
     reached = [
         (output, ct)
@@ -159,4 +183,16 @@ def gradients_through_autograd(outputs: list[Any], leaves: list[Any], cts: Any) 
     ]
     if not reached:
         return (None,) * len(leaves)
-    return torch.autograd.grad([pair[0] for pair in reached], leaves, [pair[1] for pair in reached], allow_unused=True)
+    try:
+        return torch.autograd.grad(
+            [output for output, _ in reached],
+            leaves,
+            [ct for _, ct in reached],
+            allow_unused=True,
+            retain_graph=keeps_graph or is_differentiated,
+            create_graph=is_differentiated,
+        )
+    except RuntimeError as error:
+        if "derivative for" not in str(error):
+            raise
+        raise MissingRule(f"PyTorch has no derivative here either: {error}") from error

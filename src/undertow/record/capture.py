@@ -26,6 +26,7 @@ from undertow.ir.pytorch import operation_of
 from undertow.ir.structure import ATOMS, Slot, fill_slots, keep_objects, replace_tensors, structure_key, tensors_in
 from undertow.record.functions import opaque_functions
 from undertow.record.lazy_modules import refuse_lazy
+from undertow.record.loss_branches import eager_losses
 from undertow.record.python_state import Change, Place, Reach, key_of
 from undertow.record.recorder import CaptureRecorder
 from undertow.record.side_effects import AttributeWatch, GeneratorWatch, PythonRandomness, has_traced, no_seeding
@@ -138,7 +139,13 @@ def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict
         traced = replace_tensors((args, kwargs), recorder.lift)
         before = _contents(traced)
         try:
-            with opaque_functions(recorder), no_seeding(recorder), _outside_inference_mode(), recorder:
+            with (
+                opaque_functions(recorder),
+                eager_losses(recorder),
+                no_seeding(recorder),
+                _outside_inference_mode(),
+                recorder,
+            ):
                 result = function(*traced[0], **traced[1])
         finally:
             changes, refused = watch.undo()
