@@ -30,7 +30,7 @@ from undertow.runtime.measure import measure_call
 from undertow.runtime.step import Step
 from undertow.terms import Terms
 
-NUM_BUDGETS = 20
+NUM_BUDGETS = pytest.param(6, id="6"), pytest.param(20, id="20", marks=pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)
@@ -116,8 +116,9 @@ def eager_step(model, args, kwargs, targets, loss):
     return observe(model, value)
 
 
+@pytest.mark.parametrize("num_budgets", NUM_BUDGETS)
 @pytest.mark.parametrize("name", CASES)
-def test_every_budget(name):
+def test_every_budget(name, num_budgets):
     make, key = CASES[name]
     torch.manual_seed(0)
     model, args, kwargs, targets, loss = make(key)
@@ -127,8 +128,8 @@ def test_every_budget(name):
     points = planned.planner.curve.points
     least, most = planned.planner.smallest.peak_bytes, points[-1].peak_bytes
     slowest = math.inf
-    for number in range(NUM_BUDGETS):
-        budget = least + (most - least) * number // (NUM_BUDGETS - 1)
+    for number in range(num_budgets):
+        budget = least + (most - least) * number // (num_budgets - 1)
         plan = check_plan(planned.planner.plan_within(budget))
         observed, measured_bytes = planned.run(plan)
         assert [item for item in expected if not same_bits(expected[item], observed[item])] == [], budget

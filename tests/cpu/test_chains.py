@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from spread_cases import spread
 from torch import nn
 
 import undertow as ut
@@ -181,9 +183,14 @@ def test_constants_without_a_literal(lowest: float) -> None:
     torch.testing.assert_close(y, expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("pattern", ["*.py", "*.nbi", "*.nbc"])
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe garbage \x80"], ids=["empty", "garbage"])
-def test_a_corrupt_cache_is_not_taken(tmp_path: Path, pattern: str, content: bytes) -> None:
+DAMAGE = list(itertools.product(["*.py", "*.nbi", "*.nbc"], [b"", b"\xff\xfe garbage \x80"]))
+
+
+@pytest.mark.parametrize(
+    "damage", spread(DAMAGE, lambda case: f"{case[0]} {'garbage' if case[1] else 'empty'}", every=3)
+)
+def test_a_corrupt_cache_is_not_taken(tmp_path: Path, damage: tuple[str, bytes]) -> None:
+    pattern, content = damage
     script = textwrap.dedent("""
         import torch
         from undertow.kernels.elementwise import compile_chain

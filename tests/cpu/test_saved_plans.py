@@ -38,6 +38,7 @@ def trained(tmp_path_factory):
     return here, {name: load_file(folder / f"{name}.safetensors") for name in CASES}
 
 
+@pytest.mark.xdist_group("saved plans")  # the trainings run once
 @pytest.mark.parametrize("name", CASES)
 def test_another_process_runs_it_to_the_same_bits(trained, name):
     here, there = trained[0][name], trained[1][name]
@@ -96,7 +97,8 @@ def test_a_truncated_or_changed_file_is_refused(small, tmp_path):
             ut.load_plan(missing)
 
 
-def test_what_was_tampered_with_is_refused_or_does_no_harm(small, tmp_path):
+@pytest.mark.parametrize("num_changes", [40, pytest.param(150, marks=pytest.mark.exhaustive)])
+def test_what_was_tampered_with_is_refused_or_does_no_harm(small, tmp_path, num_changes):
     """Any number, name or list is changed and the hash made anew: the step has eager's bits, or none at all."""
     model, (x, y), how = small
     path = tmp_path / "step.plan"
@@ -107,7 +109,7 @@ def test_what_was_tampered_with_is_refused_or_does_no_harm(small, tmp_path):
     places = list(_leaves(json.loads(plain)))
     rng = random.Random(0)
     num_refused = 0
-    for _ in range(150):
+    for _ in range(num_changes):
         data = json.loads(plain)
         _tamper(data, rng.choice(places), rng)
         path.write_text(hashed(data))
@@ -118,7 +120,7 @@ def test_what_was_tampered_with_is_refused_or_does_no_harm(small, tmp_path):
             continue
         assert step.plan.peak_bytes <= how["budget"]
         assert all(map(same_bits, expected, gradients(model, step, (x, y))))
-    assert num_refused > 75  # most of a file is what runs
+    assert num_refused > num_changes / 2  # most of a file is what runs
 
 
 def _leaves(item, place=()):

@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
 
 import undertow as ut
-from undertow.calls.runner import MAX_CAPTURES
+from undertow.calls import runner
 from undertow.costs.cache import MAX_COSTS, cache_path, keep_costs, load_costs
 from undertow.ir.cost import Cost
 from undertow.kernels.draws import has_pytorch_bits
@@ -202,12 +203,15 @@ def test_the_tuning_cache_of_another_machine_is_left_alone(tmp_path, monkeypatch
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
 def test_ever_new_shapes_do_not_pile_up(numerics, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(runner, "MAX_CAPTURES", 4)
+    monkeypatch.setattr(curve, "MAX_KNOWN", 3)
+    monkeypatch.setattr(curve, "_KNOWN", OrderedDict())
     network = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
     planned = ut.plan(network, (torch.randn(1, 2, 8, 8),), numerics=numerics, budget="64MiB", costs="model")
-    for batch in range(1, MAX_CAPTURES + 6):
+    for batch in range(1, 8):
         planned(torch.randn(batch, 2, 8, 8)).sum().backward()
-    assert len(planned.undertow_runner._variants) == MAX_CAPTURES
-    assert len(curve._KNOWN) <= curve.MAX_KNOWN
+    assert len(planned.undertow_runner._variants) == 4
+    assert len(curve._KNOWN) <= 3
 
 
 def test_costs_are_kept_up_to_a_number(tmp_path):

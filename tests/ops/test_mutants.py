@@ -273,6 +273,9 @@ def mutants_of(op: Op) -> Iterator[Mutant]:
                 break
 
 
+pytestmark = pytest.mark.xdist_group("mutants")  # they are made once
+
+
 @pytest.fixture(scope="module")
 def mutants() -> list[Mutant]:
     return [mutant for op in WITH_RULES for mutant in mutants_of(op)]
