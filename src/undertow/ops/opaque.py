@@ -18,7 +18,13 @@ from undertow.ir.schema import flatten_outputs
 from undertow.ops.modes import AutocastState, records_in_autograd, restored_autocast, with_autograd
 from undertow.ops.own import replayed
 
-OriginalApply = torch.autograd.Function.__dict__["apply"].__func__
+_APPLY = torch.autograd.Function.__dict__["apply"]
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, also while a capture has put its own in place of `apply`."""
+    # A classmethod up to PyTorch 2.13, a method of C's after that: both bind like this.
+    return _APPLY.__get__(None, function)(*args)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +78,7 @@ def _run_function(
             for arg, needs in zip(args, requires_grad, strict=True)
         ]
         passed = [leaf.clone() if is_dirty and isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        outputs = flatten_outputs(OriginalApply(function, *passed))
+        outputs = flatten_outputs(apply_function(function, *passed))
         detached = [None if output is None else output.detach() for output in outputs]
     return (*detached, FunctionContext(leaves, outputs)) if any(requires_grad) else tuple(detached)
 

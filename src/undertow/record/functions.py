@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from undertow.ir import OpaqueType, Value
 from undertow.ir.schema import flatten_outputs
 from undertow.ops.modes import autocast_state
-from undertow.ops.opaque import OriginalApply, custom_function, gradients_through_autograd
+from undertow.ops.opaque import apply_function, custom_function, gradients_through_autograd
 
 if TYPE_CHECKING:
     from undertow.record.recorder import CaptureRecorder
@@ -31,7 +31,7 @@ def opaque_functions(recorder: CaptureRecorder) -> Iterator[None]:
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread or cls is _Opaque:
-            return previous.__func__(cls, *args, **kwargs)
+            return previous.__get__(None, cls)(*args, **kwargs)
         return _record_function(recorder, cls, args)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
@@ -85,12 +85,12 @@ def _run_once(
     try:
         with recorder.on_fakes():
             inputs = _make_inputs(recorder.fakes_of(args), requires_grad)
-            return inputs, OriginalApply(function, *inputs)
+            return inputs, apply_function(function, *inputs)
     except Exception:
         # The forward of a Function may do what only real tensors can: NumPy, foreign kernels.
         with torch.enable_grad(), recorder.untraced():
             inputs = _make_inputs(recorder.evaluate_arguments(args), requires_grad)
-            return inputs, OriginalApply(function, *inputs)
+            return inputs, apply_function(function, *inputs)
 
 
 def _make_inputs(args: Any, requires_grad: Any) -> list[Any]:
