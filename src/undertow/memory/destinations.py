@@ -21,7 +21,7 @@ def find_movable(program: Program, lifetimes: Lifetimes) -> set[Value]:
     held_on_to = {
         lifetimes.root[value]
         for node in program.nodes
-        if not node.operation.lets_go
+        if not node.operation.releases_arguments
         for value in lifetimes.read_by(node)
     }
     return {

@@ -47,7 +47,7 @@ def custom_function(
         partial(_run_function, requires_grad, autocast, is_dirty),
         returns_tuple=True,
         borrows=True,
-        lets_go=False,
+        releases_arguments=False,
         can_repeat=False,
         runs_user_code=True,
     )
@@ -84,7 +84,7 @@ def custom_function_backward(name: str, wanted: tuple[int, ...]) -> Operation:
         f"{name}.backward",
         partial(_run_function_backward, wanted),
         returns_tuple=True,
-        lets_go=False,
+        releases_arguments=False,
         can_repeat=False,
     )
 
@@ -121,7 +121,7 @@ def through_autograd(inner: Operation, wanted: tuple[int, ...]) -> Operation:
         f"through_autograd[{inner.name}]",
         lambda *args: _without_gaps(*gradients_of(inner, wanted, *args)),
         returns_tuple=True,
-        lets_go=False,
+        releases_arguments=False,
         can_repeat=False,
         derivative_of=inner,
     )

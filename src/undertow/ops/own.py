@@ -328,7 +328,9 @@ def call_bound(operation: Operation, bound: dict[str, Any]) -> Any:
 @operation_maker
 def as_tensor(inner: Operation) -> Operation:
     """An operation with a Python result, such as `torch.equal`, as one with a tensor result."""
-    return Operation(inner.name, lambda *args: torch.tensor(inner.run(*args)), lets_go=inner.lets_go)
+    return Operation(
+        inner.name, lambda *args: torch.tensor(inner.run(*args)), releases_arguments=inner.releases_arguments
+    )
 
 
 @operation_maker

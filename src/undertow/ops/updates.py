@@ -106,7 +106,7 @@ DELIVER_GRADIENT = register_operation(
     Operation(
         "deliver_gradient",
         _deliver_gradient,
-        lets_go=False,
+        releases_arguments=False,
         hands_over=1,
         must_run=True,
         chains=lambda node: (gradient_chain(node.args[0]),),
@@ -139,7 +139,7 @@ def step_afterwards(kind: str) -> Operation:
         f"step_{kind.lower()}",
         _step_afterwards,
         writes=lambda node: node.args[3],
-        lets_go=False,
+        releases_arguments=False,
         must_run=True,
         chains=lambda node: tuple(map(gradient_chain, node.args[3])),
         can_repeat=False,
