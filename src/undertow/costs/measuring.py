@@ -1,8 +1,8 @@
 """The time and the workspace of operations, measured one by one on the device where they will run.
 
 In: nodes. Out: a Cost per signature. Arguments are made up: numbers between 0.5 and 1, which can be probabilities,
-and zeros for indices. Some nodes cannot run alone (a custom Function's derivative reads a context; a guard raises). Their
-cost comes from the model in `costs/work.py`.
+and zeros for indices. Some nodes cannot run alone (a custom Function's derivative reads a context; a guard raises).
+Their cost comes from the model in `costs/work.py`.
 
 Workspace is what a kernel allocates beyond its outputs. Where a kernel refuses made-up arguments, it is assumed.
 """
