@@ -75,7 +75,7 @@ class Planned:
         results = []
 
         def act():
-            # A runner notes them, to take another way at a branch from where this one began.
+            # A runner notes them, to run another path at a branch from the same start.
             states = [generator.get_state() for generator in runner.generators if runner.has_guards]
             inputs = [self.captured.tensor_behind(item, tensors, modules) for item in runner.program.inputs]
             with torch.enable_grad():
