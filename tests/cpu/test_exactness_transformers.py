@@ -1,4 +1,4 @@
-"""Families of `transformers` at small random size: bits of training steps as eager has them, dropout on."""
+"""Families of `transformers` at small random sizes, with dropout: training steps have eager's bits."""
 
 import pytest
 import torch

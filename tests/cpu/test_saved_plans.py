@@ -20,7 +20,7 @@ from undertow.errors import InfeasibleBudget, PlanError
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What the cases' plans gave here, and what they gave in a process that has neither costs nor plans."""
+    """The results of the cases' plans here, and their results in a process without costs and plans."""
     folder = tmp_path_factory.mktemp("plans")
     here = {}
     for name, (_, _, is_least, _, _) in CASES.items():
@@ -97,7 +97,7 @@ def test_a_truncated_or_changed_file_is_refused(small, tmp_path):
 
 
 def test_what_was_tampered_with_is_refused_or_does_no_harm(small, tmp_path):
-    """Any number, name or list is changed and the hash made anew: the step has eager's bits, or none at all."""
+    """Any number, name or list is changed, and the hash computed again: the plan is refused, or has eager's bits."""
     model, (x, y), how = small
     path = tmp_path / "step.plan"
     step = ut.train_step(model, (x,), **how)
@@ -122,7 +122,7 @@ def test_what_was_tampered_with_is_refused_or_does_no_harm(small, tmp_path):
 
 
 def _leaves(item, place=()):
-    """The places of all numbers and texts, and of the lists and dicts that hold them."""
+    """Where in the data all numbers and texts are, and the lists and dicts that hold them."""
     if place:
         yield place
     pairs = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()

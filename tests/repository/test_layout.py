@@ -1,4 +1,4 @@
-"""The rules of the repository that no linter knows."""
+"""The rules of the repository that no linter checks."""
 
 import ast
 import os
@@ -25,7 +25,7 @@ def name_of(path: Path) -> str:
 
 
 def walk(root: Path) -> list[Path]:
-    """Every file of the tree but what tools left there, for a copy without git."""
+    """Every file of the tree except what tools wrote there, for a copy without git."""
     paths = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in NOT_OURS and not name.endswith(("_cache", ".egg-info"))]
