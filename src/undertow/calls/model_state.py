@@ -73,7 +73,7 @@ class _Contents:
         self._lengths = list(map(len, sized))
 
     def are_same(self) -> bool:
-        """Whether each has the very same parts."""
+        """Whether each still has the same parts, by identity."""
         if list(map(len, self._sized)) != self._lengths:
             return False
         try:

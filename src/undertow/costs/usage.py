@@ -1,7 +1,7 @@
 """How much memory some code takes at once, as the allocator sees it.
 
 On the CPU PyTorch tells its profilers of every allocation, also of those inside kernels. The one used here is the
-oldest, that of `torch.autograd.profiler_legacy`: it starts in microseconds and prints nothing, while `torch.profiler`
+oldest, `torch.autograd.profiler_legacy`: it starts in microseconds and prints nothing, while `torch.profiler`
 writes two lines to stderr whenever it runs. On CUDA the allocator keeps its maximum itself.
 
 Watches nest: the outer one counts the memory that the inner one leaves allocated, and not its peak.

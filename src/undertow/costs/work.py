@@ -132,7 +132,7 @@ def _convolution_backward(ct: Any, input: Any, weight: Any, *rest: Any) -> int:
     return 2 * ct.shape[0] * positions * weight.numel() * sum(output_mask[:2])
 
 
-# A recurrent layer multiplies every weight matrix with every element of the sequence; biases are no matrices.
+# A recurrent layer multiplies every weight matrix with every element of the sequence; biases are not matrices.
 def _recurrent(input: Any, *rest: Any) -> int:
     matrices = [tensor for tensor in _tensors(rest[:4]) if tensor.dim() == 2]
     return 2 * math.prod(input.shape[:-1]) * sum(matrix.numel() for matrix in matrices)

@@ -299,7 +299,7 @@ class _Comparison:
         state = node.args[0]
         maker = self.makers.get(state) if isinstance(state, Value) else None
         if maker is None or maker.task is not Task.RECORD_STATE:
-            raise PlanError(f"{name} is replayed with {state}, which is no recorded generator state")
+            raise PlanError(f"{name} is replayed with {state}, which is not a recorded generator state")
         recorded = self.program.positions[maker]
         first = self.plan.bases.index(self.plan.bases[position])
         draws = [other for other in self.program.nodes[recorded + 1 : first] if other.operation.draws(other)]
@@ -326,7 +326,7 @@ class _Comparison:
             sources = {self.original(source) for source in maker.inputs} if maker is not None else set()
             if not sources or not sources <= wanted:
                 raise PlanError(
-                    f"{name} stands for {covered[0].name} and reads {value}, which is no code of its values"
+                    f"{name} stands for {covered[0].name} and reads {value}, which is not a code of its values"
                 )
 
     def _check_effects(self) -> None:

@@ -27,7 +27,7 @@ MAX_AMOUNT = 1 << 42
 def read_cost(pair: Any) -> Cost:
     """A cost as a file holds it; raises ValueError where it is not a cost."""
     if len(pair) != 2 or not all(type(amount) is int and 0 <= amount <= MAX_AMOUNT for amount in pair):
-        raise ValueError(f"{pair!r} is no cost")
+        raise ValueError(f"{pair!r} is not a cost")
     return Cost(*pair)
 
 

@@ -72,7 +72,7 @@ class Plan:
     lower_bound_ns: int = 0
     outcome: Outcome = Outcome.UNCONSTRAINED
     has_measured_costs: bool = False
-    notes: tuple[str, ...] = ()  # what the reader should know besides
+    notes: tuple[str, ...] = ()  # what the reader should know in addition
 
     def explain(self, module_path: str = "") -> str:
         """What was decided for one layer and those inside it, and why; the empty path is the whole model."""

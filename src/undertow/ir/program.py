@@ -138,7 +138,7 @@ class Gradient:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A forward pass, after autodiff its backward pass, and in a whole training step what becomes of the gradients.
+    """A forward pass, after autodiff its backward pass, and in a whole training step what is done with the gradients.
 
     At the `boundary` the user's code takes the outputs and brings the cotangents; where there are no cotangents, all
     nodes come before it. In a whole training step `seed` is the cotangent of the loss, which a node makes.

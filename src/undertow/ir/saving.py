@@ -105,7 +105,7 @@ def read_plan(path: str | Path) -> SavedPlan:
         raise PlanError(f"{path} cannot be read: {error}") from error
     body = body.removesuffix("\n")
     if head != f"{FORMAT} sha256 {_hash(body)}":
-        raise PlanError(f"{path} is no whole file of the format {FORMAT!r}; save the plan again with this version")
+        raise PlanError(f"{path} is not a whole file of the format {FORMAT!r}; save the plan again with this version")
     try:
         return SavedPlan(str(path), json.loads(body))
     except (ValueError, RecursionError) as error:
@@ -363,14 +363,14 @@ def _read_type(data: Any) -> ValueType:
     dtype, shape, strides, device = data
     kind = TensorType(_dtype(dtype), _numbers(shape), _numbers(strides), _device(device))
     if len(kind.shape) != len(kind.strides) or not kind.num_bytes <= MAX_BYTES:
-        raise ValueError(f"{data} is no type of a tensor")
+        raise ValueError(f"{data} is not the type of a tensor")
     return kind
 
 
 def _dtype(name: Any) -> torch.dtype:
     found = getattr(torch, _text(name), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return found
 
 
@@ -378,19 +378,19 @@ def _device(name: Any) -> torch.device:
     try:
         return torch.device(_text(name))
     except RuntimeError as error:
-        raise ValueError(f"{name!r} is no device") from error
+        raise ValueError(f"{name!r} is not a device") from error
 
 
 def _text(item: Any) -> str:
     if not isinstance(item, str):
-        raise TypeError(f"{item!r} stands where a text belongs")
+        raise TypeError(f"{item!r} is not a text")
     return item
 
 
 def _number(item: Any) -> int:
     """A count, which is not negative."""
     if type(item) is not int or item < 0:
-        raise TypeError(f"{item!r} stands where a number belongs")
+        raise TypeError(f"{item!r} is not a count")
     return item
 
 

@@ -126,7 +126,7 @@ def capture(
 
 def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict[str, torch.nn.Module]) -> Captured:
     recorder = CaptureRecorder({id(module): path for path, module in modules.items()})
-    # An outer capture must not see what this one does on the way.
+    # An outer capture must not see what this one does.
     with (
         _disable_current_modes(),
         _traced_parameters(recorder, modules),

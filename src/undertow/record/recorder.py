@@ -138,7 +138,7 @@ class CaptureRecorder(Recorder):
         with _disable_current_modes(), torch.no_grad():
             result = func(*real_args[0], **dict(zip(kwargs, real_args[1], strict=True)))
         if not isinstance(result, torch.Tensor | tuple | list):
-            # torch.equal and the like: the answer is a Python value, kept as a guard on the operation's own result.
+            # Operations such as torch.equal: the answer is a Python value, and a guard compares it at every step.
             return self._guard_python_result(func, args, kwargs, result)
         self.refuse_layouts(func, (), result)
         fakes = map_tensors(result, self.fake_like)
