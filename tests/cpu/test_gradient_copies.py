@@ -30,7 +30,7 @@ class Model(nn.Module):
 LARGE = 600, 600
 
 CASES = {
-    "lies otherwise": lambda: (
+    "other strides": lambda: (
         Model(lambda x, w: functional.conv2d(x, w.permute(1, 0, 3, 2)), torch.randn(64, 96, 2, 2)),
         torch.randn(1, 64, 3, 3),
     ),

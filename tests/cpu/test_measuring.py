@@ -52,7 +52,7 @@ def test_a_watch_counts_what_is_left_of_an_inner_one_and_not_its_peak():
 
 
 def test_nothing_is_measured_inside_a_profile_of_the_user():
-    with torch.profiler.profile(), pytest.raises(ut.CallError, match="it is running"):
+    with torch.profiler.profile(), pytest.raises(ut.CallError, match="is already running"):
         ut.measure(nn.Linear(3, 3), torch.randn(2, 3))
 
 

@@ -390,7 +390,7 @@ def test_more_than_was_predicted_is_halved_away(monkeypatch):
 def test_planning_leaves_a_running_profiler_alone():
     model, x = nn.Linear(53, 7), torch.randn(3, 53)
     with torch.profiler.profile(profile_memory=True) as profiler:
-        with pytest.raises(ut.CallError, match="it is running"):
+        with pytest.raises(ut.CallError, match="is already running"):
             ut.train_step(model, (x,), loss=torch.sum, budget="1MiB")
         torch.randn(100)
     assert any(event.name == "aten::randn" for event in profiler.events())
