@@ -35,7 +35,7 @@ def make(name):
 
 
 def train(model, step, inputs):
-    """All that two calls leave behind."""
+    """Everything that two calls change."""
     torch.manual_seed(1)
     found = {f"loss {call}": step(*inputs).detach().clone() for call in range(2)}
     found |= {f"parameter {name}": item.detach().clone() for name, item in model.named_parameters()}

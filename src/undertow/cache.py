@@ -1,6 +1,6 @@
-"""The folder in which what was measured, compiled or planned is kept for the next process.
+"""The folder that stores what was measured, compiled or planned for the next process.
 
-platformdirs knows each system's convention; XDG_CACHE_HOME moves it on Linux.
+platformdirs knows each system's convention; on Linux, XDG_CACHE_HOME moves the folder.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ UndertowError
 ├── DataError               a file of data or weights is missing, damaged, or refused; names the file
 ├── FolderError             a run's folder cannot be read or written; says what of the run survives
 ├── OutputError             stdout or stderr cannot be written
-│   └── ClosedPipe          nobody reads it any longer
+│   └── ClosedPipe          nobody reads it any more
 ├── NotFinite               the loss or a weight is not finite; names the operation that made the first such value
 ├── InfeasibleBudget        no plan fits the budget; says the least that fits, and what else would help
 ├── ProgramError            a Program is malformed; a defect in Undertow
@@ -50,7 +50,7 @@ class OutputError(UndertowError):
 
 
 class ClosedPipe(OutputError):
-    """Nobody reads stdout or stderr any longer."""
+    """Nobody reads stdout or stderr any more."""
 
 
 class NotFinite(UndertowError):

@@ -3,12 +3,12 @@
 In: a Request, which is what a user asked for, and the arguments of a call. Out: a Step that runs.
 
     captured = record(request, args, kwargs)             the forward pass
-    pattern = expected_pattern(request, captured)        from which outputs gradients come
+    pattern = expected_pattern(request, captured)        the outputs from which gradients come
     program = derive(request, captured.program, pattern)  passes, differentiation, passes, updates
     plan = plan_step(request, captured, pattern)         derive, plan for the budget, check
-    step = make_step(request, captured, pattern)         the plan, bound to what is alive
+    step = make_step(request, captured, pattern)         the plan, bound to live things
 
-Everybody goes this way: planned modules, training steps, reports, inspection, tuning.
+Everything uses this pipeline: planned modules, training steps, reports, inspection, tuning.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from undertow.terms import CostSource, Numerics, Preference, Terms
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a user asked for: a function of a model, on which terms, and what becomes of the gradients.
+    """What a user asked for: a function of a model, the terms, and what to do with the gradients.
 
     Without `training`, gradients come from the outputs that the user differentiates, and go to autograd.
     """
@@ -78,7 +78,7 @@ class Request:
 
     @property
     def live(self) -> Mapping[str, Any]:
-        """What updates of the step are bound to."""
+        """The live things that updates of the step are bound to."""
         return NO_LIVE if self.training is None else self.training.live
 
 
@@ -93,7 +93,7 @@ def record(request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
 def expected_pattern(request: Request, captured: Captured) -> Pattern:
     """The outputs from which gradients will come: the model's own loss where it returns one, else all that can.
 
-    None of a training step, which differentiates its loss itself.
+    A training step has none, since it differentiates its loss itself.
     """
     if request.training is not None:
         return ()
@@ -110,7 +110,7 @@ def expected_pattern(request: Request, captured: Captured) -> Pattern:
 
 
 def differentiable_outputs(program: Program) -> list[int]:
-    """The places of outputs that carry a gradient; an input that is returned carries its own."""
+    """The positions of outputs that carry a gradient; an input that is returned carries its own."""
     inputs = {item.value for item in program.inputs}
     return [
         place for place, value in enumerate(program.outputs) if value in program.differentiable and value not in inputs
@@ -125,7 +125,7 @@ def derive(
     preference: Preference = Preference.TIME,
     is_holding: bool = True,
 ) -> Program:
-    """The step as one Program: the forward pass, its derivative, updates, by the kernels that the terms allow.
+    """The step as one Program: the forward pass, its derivative and the updates, with kernels that the terms allow.
 
     `is_holding`: an evaluation holds prepared weights from call to call.
     """
@@ -184,8 +184,8 @@ def plan_step(request: Request, captured: Captured, pattern: Pattern) -> Plan:
 def search_plan(request: Request, captured: Captured, pattern: Pattern) -> tuple[Plan, Planner]:
     """The checked plan within the budget, and the planner it is from; raises InfeasibleBudget.
 
-    Where nothing fits, kernels of least workspace are tried, if the terms allow other bits. Then weights are prepared
-    in every call instead of being held, with the same bits.
+    Where nothing fits, kernels with the least workspace are tried, if the terms allow other bits. After that, weights
+    are prepared in every call instead of being held, with the same bits.
     """
     terms = request.terms
     live = {**captured.live, **request.live}
@@ -200,7 +200,7 @@ def search_plan(request: Request, captured: Captured, pattern: Pattern) -> tuple
                 smaller = find_planner(request, other, live)
         if smaller is not None and terms.allows_other_bits:
             plan = smaller.plan_within(terms.budget_bytes)
-            notes += ("the fastest kernels do not fit: those of least workspace run, and round otherwise",)
+            notes += ("the fastest kernels do not fit: kernels with the least workspace run, and round differently",)
         if plan is not None:
             planner = smaller or planner
             return check_plan(replace(_leave_room_for_graph(planner, plan), notes=notes)), planner
@@ -225,9 +225,9 @@ def find_planner(request: Request, program: Program, live: Mapping[str, Any]) ->
 
 
 def adopt_plan(request: Request, captured: Captured, pattern: Pattern, saved: SavedPlan) -> Plan:
-    """The plan that was saved, possibly elsewhere, if it is one of this step; raises PlanError if not.
+    """The saved plan, perhaps from another machine, if it is a plan of this step; raises PlanError if not.
 
-    The step is derived here once more, by the kernels that were chosen where the plan was made.
+    The step is derived here again, with the kernels that were chosen when the plan was made.
     """
     request.terms.table.update(saved.costs())
     for preference, is_holding in itertools.product(Preference, (True, False)):
@@ -251,7 +251,7 @@ def adopt_plan(request: Request, captured: Captured, pattern: Pattern, saved: Sa
 
 
 def make_step(request: Request, captured: Captured, pattern: Pattern, saved: SavedPlan | None = None) -> Step:
-    """What was recorded, planned and ready to run."""
+    """The recorded step, planned and ready to run."""
     plan = plan_step(request, captured, pattern) if saved is None else adopt_plan(request, captured, pattern, saved)
     return Step(plan, pattern, {**captured.live, **request.live})
 
@@ -264,7 +264,7 @@ def _check_loss(captured: Captured) -> None:
 
 
 def _leave_room_for_graph(planner: Planner, plan: Plan) -> Plan:
-    """A plan that also fits when it runs as a CUDA graph; `plan` itself where there is none, or none is captured."""
+    """A plan that also fits as a CUDA graph; `plan` itself where there is none, or where it cannot be captured."""
     budget_bytes, smaller = plan.budget_bytes, plan
     while is_for_graph(smaller):
         whole = with_graph_memory(smaller)
@@ -281,7 +281,7 @@ def _leave_room_for_graph(planner: Planner, plan: Plan) -> Plan:
 
 
 def _notes(request: Request, program: Program) -> tuple[str, ...]:
-    """What the plan of a program cannot see, and where the optimizer steps."""
+    """Notes for the reader of a plan: what it does not count, and where the optimizer steps."""
     names = {node.name for node in program.nodes if node.operation.runs_user_code}
     notes: tuple[str, ...] = () if request.training is None else request.training.notes()
     if not names:

@@ -19,7 +19,7 @@ class CostSource(StrEnum):
 
 
 class Numerics(StrEnum):
-    """Which kernels may run: those with eager's bits, or also those that round otherwise within a stated bound.
+    """Which kernels may run: those with eager's bits, or also those that round differently, within a stated bound.
 
     `bf16` is `fast` for a forward pass in bfloat16 (see `record/precision.py`).
     """
@@ -30,7 +30,7 @@ class Numerics(StrEnum):
 
 
 class Preference(StrEnum):
-    """By what a kernel is chosen, where several may run."""
+    """How a kernel is chosen, where several may run."""
 
     TIME = "time"
     WORKSPACE = "workspace"
@@ -38,9 +38,9 @@ class Preference(StrEnum):
 
 @dataclass(frozen=True)
 class Terms:
-    """What a plan is to keep to. Without a budget nothing is searched and nothing is measured.
+    """What a plan must respect. Without a budget nothing is searched and nothing is measured.
 
-    `table` holds the measured costs that plans were made from; those that are in it beforehand are not measured again.
+    `table` holds the measured costs that plans are made from; costs that are already in it are not measured again.
     """
 
     budget_bytes: int | None = None

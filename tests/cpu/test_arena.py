@@ -1,4 +1,4 @@
-"""One arena: values lie at the bytes that the plan gives them, and nobody outside of the step notices."""
+"""The arena: values lie at the offsets that the plan gives them, and nothing outside the step changes."""
 
 import copy
 import subprocess
@@ -20,12 +20,12 @@ from undertow.runtime.arena import Arena
 
 @pytest.fixture
 def small_values_in_the_arena(monkeypatch):
-    """Steps of tests are small: what they hold would stay with the allocator otherwise."""
+    """The steps of these tests are small: without this their values would be left to the allocator."""
     monkeypatch.setattr("undertow.memory.destinations.FEWEST_BYTES", 1)
 
 
 def share_in_arena(plan: Plan) -> float:
-    """Of the bytes that the step makes."""
+    """The share of the bytes that the step makes."""
     tables = plan.tables
     inputs = {tables.storage[item.value] for item in plan.program.inputs}
     made = [index for index in range(len(tables.storage_bytes)) if index not in inputs]
@@ -107,7 +107,7 @@ def test_the_arena_is_held_and_given_back():
     held = [tensor.nbytes for tensor in step.persistent_tensors()]
     assert step.plan.tables.arena_bytes in held
     assert ut.measure(step, x, y).peak_bytes == step.plan.peak_bytes
-    step(x[:64], y[:64])  # another shape has an arena of its own, and the first is gone
+    step(x[:64], y[:64])  # another shape has an arena of its own, and the first is freed
     assert [tensor.nbytes for tensor in step.runner.persistent_tensors()] == [step.plan.tables.arena_bytes]
     assert step.plan.tables.arena_bytes not in held
     step.release()
@@ -139,7 +139,7 @@ KEPT = []
 
 
 class Keeping(torch.autograd.Function):
-    """Holds on to what it is given, as nothing forbids."""
+    """Keeps a reference to its argument, which is allowed."""
 
     @staticmethod
     def forward(ctx, x):
@@ -248,7 +248,7 @@ print(sorted(faults() for _ in range(7))[3])
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page faults are counted as Linux does")
 @pytest.mark.parametrize("malloc", ["on", "off"])
 def test_hardly_a_page_fault(malloc, monkeypatch):
-    """Under 1 % of eager's, also where the allocator gives back what it is given: the arena is not given back."""
+    """Under 1 % of eager's, even if the allocator returns freed memory to the system: the arena is not freed."""
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("UNDERTOW_MALLOC", malloc)

@@ -80,7 +80,7 @@ def test_training_reaches_about_the_loss_of_float32():
             last = float(step(x, y))
         assert last < first / 5
         finals[numerics] = last / first
-    # bfloat16 keeps 8 bits: what is left of the loss is of the order of its rounding, squared, or of float32's.
+    # bfloat16 has 8 bits: the loss that is left is of the order of its rounding squared, or of float32's loss.
     assert abs(finals["bf16"] - finals["exact"]) < 2**-7
 
 

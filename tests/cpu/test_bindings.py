@@ -1,4 +1,4 @@
-"""Python functions that stand for operations: only where they come to the same operation with the same arguments."""
+"""Python functions that are called for operations: only where they call the same operation with the same arguments."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps within a budget: measured peak, predicted peak, bits, and the refusal below the least."""
+"""Steps within a budget: measured peak, predicted peak, bits, and the refusal of less than the least budget."""
 
 import copy
 import gc
@@ -40,7 +40,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def small_values_in_the_arena(monkeypatch):
-    """These steps are small: what they hold would stay with the allocator otherwise."""
+    """The steps of these tests are small: without this their values would be left to the allocator."""
     monkeypatch.setattr("undertow.memory.destinations.FEWEST_BYTES", 1)
 
 
@@ -58,7 +58,7 @@ CASES = {name: (zoo_case, name) for name in SMALL} | {f"hf-{name}": (family_case
 
 
 class Planned:
-    """A step whose curve is found once and that is then planned, and run, for many budgets."""
+    """A step whose curve is found once. It is then planned and run for many budgets."""
 
     def __init__(self, model, args, kwargs, targets, loss):
         self.model, self.args, self.kwargs, self.targets = model, (*args, *targets), kwargs, targets
@@ -75,7 +75,7 @@ class Planned:
         results = []
 
         def act():
-            # A runner notes them, to take another way at a branch from where this one began.
+            # A runner saves these states too, to start again with another variant at a branch.
             states = [generator.get_state() for generator in runner.generators if runner.has_guards]
             inputs = [self.captured.tensor_behind(item, tensors, modules) for item in runner.program.inputs]
             with torch.enable_grad():
@@ -123,7 +123,7 @@ def test_every_budget(name, num_budgets):
     torch.manual_seed(0)
     model, args, kwargs, targets, loss = make(key)
     expected = eager_step(copy.deepcopy(model), args, kwargs, targets, loss)
-    torch.manual_seed(5)  # branches on random numbers are captured as they will go
+    torch.manual_seed(5)  # so that branches on random numbers are captured as they will run
     planned = Planned(model, args, kwargs, targets, loss)
     points = planned.planner.curve.points
     least, most = planned.planner.smallest.peak_bytes, points[-1].peak_bytes
@@ -279,7 +279,7 @@ def test_a_small_step_with_draws_runs_at_its_stated_minimum():
 
 
 class Drawing(nn.Module):
-    """Draws by `draw` between layers, beside two dropouts."""
+    """Draws by `draw` between layers, and two dropouts."""
 
     def __init__(self, draw):
         super().__init__()
@@ -372,7 +372,7 @@ def assign(y, mask):
 
 
 class Picky:
-    """A kernel that refuses numbers such as costs are measured with, and takes memory for itself."""
+    """A kernel with workspace that refuses the numbers that costs are measured with."""
 
     library = torch.library.Library("undertow_tests", "DEF")
     library.define("picky(Tensor x) -> Tensor")
@@ -494,7 +494,7 @@ def test_time_limits_that_make_no_sense(time_limit_s):
     ["{", "[1, 2]", "null", '{"a": [1]}', '{"a": [-1, 0]}', '{"a": [1, 1e999]}', '{"a": ["1", 0]}', "[" * 100_000]
     + [f'{{"a": [1{"0" * count}, 0]}}' for count in (30, 5000)],
 )
-def test_a_cost_cache_that_was_not_written_here_is_measured_anew(text, tmp_path):
+def test_a_cost_cache_that_was_not_written_here_is_measured_again(text, tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(text)
     assert load_costs(path) == {}

@@ -167,12 +167,12 @@ def test_the_commonest_branch_is_tried_first(monkeypatch):
 
     for number in (-1.0, 1.0, 1.0, 1.0, -1.0):
         num_tries(number)
-    assert num_tries(1.0) == 1  # one call that went the other way does not count for more than those before
+    assert num_tries(1.0) == 1  # one call with the other outcome does not outweigh the calls before
     assert [num_tries(-1.0) for _ in range(12)][-1] == 1  # many do
 
 
 def test_a_miss_leaves_no_trace():
-    """The generator and the buffers are as before the step when the other way is captured."""
+    """When the other variant is captured, generator and buffers are as they were before the step."""
 
     def body(m, x):
         m.norm.train()
@@ -219,7 +219,7 @@ LAZY_CALLS = {
 
 @pytest.mark.parametrize("call", LAZY_CALLS.values(), ids=LAZY_CALLS.keys())
 def test_lazy_modules_have_to_be_called_once_first(call):
-    """Refused in one line, and the model is left as it was: its first call gives what it gives in eager."""
+    """Refused in one line. The model is unchanged: its first call gives what it gives in eager."""
     model, other, x = Lazy(), Lazy(), torch.randn(4, 8)
     other.load_state_dict(model.state_dict())
     with pytest.raises(ut.CaptureError, match=r"^[^\n]*\(lazy\) parameter[^\n]*; run the model once first$"):

@@ -24,7 +24,7 @@ pytest.importorskip("numba")
 
 
 class Chained(nn.Module):
-    """Residual sums, scaled masks and activations, as a transformer without its products has them."""
+    """Residual sums, scaled masks and activations: a transformer without its products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_a_cotangent_in_any_layout(always_fold: None, loss_of) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4 * float(theirs.grad.abs().max()))
 
 
-def test_a_parameter_laid_out_anew(always_fold: None) -> None:
+def test_a_parameter_with_new_strides(always_fold: None) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()

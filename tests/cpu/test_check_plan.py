@@ -18,7 +18,7 @@ from undertow.terms import CostSource, Terms
 
 @pytest.fixture(scope="module")
 def plan():
-    """A training step of little memory: operations run again, dropout among them, and updates inside."""
+    """A training step with little memory: operations run again, one of them dropout, and updates run inside."""
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.3))]
     model = nn.Sequential(*layers, nn.Linear(64, 64))
@@ -46,7 +46,7 @@ def swapped(items, left, right):
 
 
 def moved(plan, source, place):
-    """The plan with the node at `source` before the one at `place`, all tables along."""
+    """The plan with the node at `source` moved before the one at `place`, in all tables."""
 
     def move(items):
         items = list(items)
@@ -64,7 +64,7 @@ def moved(plan, source, place):
 
 
 def inserted(plan, place, node, base):
-    """The plan with one more node, which makes again what node `base` of the original makes."""
+    """The plan with one more node, which makes the outputs of node `base` of the original again."""
 
     def insert(items, item):
         return (*items[:place], item, *items[place:])

@@ -67,7 +67,7 @@ def infinite(): return Infinite(WIDTH, 4), (torch.randn(2, WIDTH),)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A user's folder; what a process of its own would leave behind is put back."""
+    """A user's folder. State of this process that a command changes is put back."""
     (tmp_path / "my_models.py").write_text(MODELS)
     (tmp_path / "neighbour.py").write_text("WIDTH = 3\n")
     (tmp_path / "with_examples.py").write_text(
@@ -261,14 +261,14 @@ FULL = "undertow: stdout cannot be written: No space left on device\n"
     ],
 )
 def test_streams_that_cannot_be_written(words, code, err):
-    # The second process of the pipe is gone before the first has anything to write.
+    # The second process of the pipe ends before the first writes anything.
     script = f"set -o pipefail; {sys.executable} -m undertow {words}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", err)
 
 
 def test_help_needs_no_torch():
-    # The package without its `__init__`, which is not the command line's to answer for.
+    # Without the package's `__init__`: only the command line itself is tested.
     program = (
         "import sys, types\n"
         "package = types.ModuleType('undertow'); package.__path__ = [sys.argv[1]]; sys.modules['undertow'] = package\n"

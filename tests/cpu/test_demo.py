@@ -1,4 +1,4 @@
-"""The demo runs, and what it says is the same is the same."""
+"""The demo runs, and what it prints as equal is equal."""
 
 import re
 from dataclasses import replace
@@ -10,7 +10,7 @@ from undertow import demo
 
 def test_demo_proves_what_it_says(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Fewer epochs than it takes to be right about the digits: that is for the demo itself to show.
+    # Fewer epochs than the demo, and too few for its accuracy, which is not tested here.
     monkeypatch.setattr(demo, "CONFIG", replace(demo.CONFIG, epochs=1))
     monkeypatch.setattr(demo, "MIN_ACCURACY", 0.0)
     with torch.random.fork_rng(devices=[]):

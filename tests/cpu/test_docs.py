@@ -1,13 +1,12 @@
-"""Every Python block of the README and the docs runs, and prints what the page says; so does every command.
+"""Every Python block and every command of the README and the docs runs, and prints what the page says.
 
 The blocks of a page run in order, in one namespace, in an empty folder beside the repository's `benchmarks`. A `sh`
 block holds calls of `undertow`, one per line, which succeed. The `text` block that directly follows a block is its
-output; `text no-compare` marks one that no two runs share, such as
-times. A block marked `python in FILE` does not run but is quoted from that file. What a page writes under `docs` must
-be the file that the repository holds. Lines are numbered as in the page, so that a printed `page.md:12` is where the
-reader finds it.
+output. `text no-compare` marks output that differs from run to run, such as times. A block marked `python in FILE` does
+not run but is quoted from that file. What a page writes under `docs` must equal the file in the repository. Lines are
+numbered as in the page, so that a reader finds line 12 of the page where `page.md:12` is printed.
 
-`python tests/cpu/test_docs.py` writes the outputs, and the files that pages make, anew.
+`python tests/cpu/test_docs.py` writes the outputs, and the files that pages make, again.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 @dataclass
 class Block:
-    """A block, the line its code starts at, and the place of the output that follows it, if one does."""
+    """A block, the line at which its code starts, and where in the page its output is, if there is one."""
 
     kind: str
     code: str
@@ -82,7 +81,7 @@ def run(blocks: list[Block], page: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def folder_of_a_reader() -> Iterator[Path]:
-    """An empty folder to run in that holds what pages read, and room for what they write."""
+    """A folder to run in, with only the files that pages read."""
     with tempfile.TemporaryDirectory() as name, torch.random.fork_rng(devices=[]), contextlib.chdir(name):
         folder = Path(name)
         (folder / "docs" / "pictures").mkdir(parents=True)
@@ -91,7 +90,7 @@ def folder_of_a_reader() -> Iterator[Path]:
 
 
 def written_files(folder: Path) -> dict[Path, bytes]:
-    """What a page wrote, by its place in the repository."""
+    """The files that a page wrote, by path in the repository."""
     files = [path for path in (folder / "docs").rglob("*") if path.is_file()]
     return {ROOT / path.relative_to(folder): path.read_bytes() for path in files}
 
@@ -140,7 +139,7 @@ def test_links_lead_somewhere(page):
 
 
 def rewrite(page: Path) -> None:
-    """Put what the code prints and makes now into the page and beside it."""
+    """Write what the code now prints into the page, and the files that it makes beside it."""
     text = page.read_text()
     blocks = blocks_of(text)
     with folder_of_a_reader() as folder:
@@ -148,7 +147,7 @@ def rewrite(page: Path) -> None:
         for path, content in written_files(folder).items():
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
-    # From the end, so that the places of earlier blocks stay right; line numbers settle in a second run.
+    # From the end, so that earlier blocks do not move; line numbers in outputs are right after a second run.
     for block, printed in reversed(pairs):
         if block.output is not None and block.is_compared:
             text = text[: block.output.start("body")] + printed + "\n" + text[block.output.end("body") :]

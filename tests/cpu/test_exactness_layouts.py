@@ -1,4 +1,4 @@
-"""Bits of training steps where strides along sizes of 1 decide on a layout, and the layout on the order of sums."""
+"""Bits of training steps where strides along sizes of 1 decide the layout, and the layout decides the order of sums."""
 
 import copy
 
@@ -22,7 +22,7 @@ class NormOverChannels(nn.Module):
 
 
 class ResidualNorms(nn.Module):
-    """The cotangent of a residual sum is a view of what the LayerNorm hands back: eager does not add into it."""
+    """The cotangent of a residual sum is a view of the LayerNorm's cotangent: eager does not add into it."""
 
     def __init__(self, channels):
         super().__init__()
@@ -61,7 +61,7 @@ class AddedToItself(TwoReaders):
 
 
 class TokensAsImage(nn.Module):
-    """With a batch of 1, the image that is a view of permuted tokens has channels last no more."""
+    """With a batch of 1, an image that is a view of permuted tokens no longer has channels last."""
 
     def __init__(self, channels):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small modules with the constructs that capture must carry: bits of three training steps as eager has them."""
+"""Small modules with constructs that capture must handle: three training steps have eager's bits."""
 
 import copy
 import dataclasses
@@ -16,7 +16,7 @@ import undertow as ut
 
 
 class Bare(nn.Module):
-    """A linear layer, and whatever the case does with it."""
+    """A linear layer, and what the case does with it."""
 
     def __init__(self, body, **extra):
         super().__init__()
@@ -262,9 +262,9 @@ class SmoothedLoss(nn.Module):
 @pytest.mark.parametrize("ignore_index", [-100, 2])
 @pytest.mark.parametrize("shape", [(17,), (3, 5, 4)])
 def test_cross_entropy_leaves_ignored_targets_out(shape, ignore_index):
-    """With weights and smoothing, eager does not add zeros for ignored targets; the order of its sum tells.
+    """With weights and smoothing, eager does not add zeros for ignored targets, which shows in the order of its sum.
 
-    How many are ignored is no branch: one plan serves every batch.
+    The number of ignored targets is not a branch: there is one plan for every batch.
     """
     torch.manual_seed(0)
     model = SmoothedLoss(ignore_index)
@@ -307,7 +307,7 @@ def test_tied_and_frozen_and_unused_parameters():
 
 
 def model_with_forward(model):
-    """The same layers behind an ordinary forward method."""
+    """The same layers in an ordinary forward method."""
 
     class Chain(nn.Sequential):
         def forward(self, x):
@@ -348,7 +348,7 @@ class FunctionOf(nn.Module):
 
 
 def assert_gradients_of_eager(function, *weights):
-    """Bits of a planned module's gradients and of `ut.vjp`'s, which has zeros where eager has no gradient."""
+    """A planned module has the bits of eager's gradients. So has `ut.vjp`, with zeros where eager has no gradient."""
     leaves = [weight.clone().requires_grad_() for weight in weights]
     outputs = function(*leaves)
     ct = -torch.ones_like(outputs)

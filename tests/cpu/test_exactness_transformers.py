@@ -1,4 +1,4 @@
-"""Families of `transformers` at small random size: bits of training steps as eager has them, dropout on."""
+"""Families of `transformers` at small random sizes, with dropout: training steps have eager's bits."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ KINDS = {
     "float64": (torch.float64, None),
     "autocast": (torch.float32, torch.bfloat16),
 }
-# Layer drop takes another way through the model at almost every step.
+# Layer drop takes another path through the model at almost every step.
 NUM_STEPS = {"bart": 8}
 
 

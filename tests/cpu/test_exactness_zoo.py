@@ -1,4 +1,4 @@
-"""Every model of the zoo, at test size: bits of three training steps as eager has them."""
+"""Every model of the zoo, at test size: three training steps have eager's bits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The examples run, and a planned model ends in the weights of one that is not."""
+"""The examples run, and a planned model ends with the weights of an unplanned one."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`numerics="fast"`: near eager, the same bits at every budget, and nothing of its layouts visible outside."""
+"""`numerics="fast"`: close to eager, the same bits at every budget, and layouts that nobody sees outside."""
 
 import copy
 
@@ -36,7 +36,7 @@ def make(name):
 
 
 def loss_and_gradients(model, args, kwargs, targets, loss, dtype=torch.float32):
-    """Eager's, computed in `dtype` from the same numbers and the same draws."""
+    """Eager's gradients, computed in `dtype` from the same numbers and the same draws."""
     twin = copy.deepcopy(model).to(dtype)
 
     def cast(item):
@@ -64,8 +64,8 @@ def test_gradients_are_near_eagers(name):
     found = [step(*args, *targets, **kwargs).detach(), *(item.grad for item in model.parameters())]
     for gradient, parameter in zip(found[1:], model.parameters(), strict=True):
         assert gradient is None or gradient.stride() == parameter.stride()
-    # Winograd's F(4x4,3x3) rounds about ten times as much as a direct convolution (see its stated bound), and eager's
-    # own error says what the network makes of rounding.
+    # Winograd's F(4x4,3x3) has about ten times the rounding error of a direct convolution (see its stated bound).
+    # Eager's own error shows how the network magnifies rounding.
     own_error = relative_error(eager, exact)
     assert own_error < 1e-2  # both precisions drew the same masks
     assert relative_error(found, exact) < 30 * max(own_error, 1e-6)
@@ -117,7 +117,7 @@ def test_values_lie_as_the_program_says(name):
             run_node(node, environment)
             for value in node.named_outputs:
                 if isinstance(value.type, TensorType) and len(value.type.shape) == 4:
-                    # The stride of a dim of size 1 moves nothing.
+                    # No address depends on the stride of a dim of size 1.
                     wide = [dim for dim, size in enumerate(value.type.shape) if size > 1]
                     found = environment[value].stride()
                     assert [found[dim] for dim in wide] == [value.type.strides[dim] for dim in wide], node

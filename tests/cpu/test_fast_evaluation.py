@@ -1,4 +1,4 @@
-"""Evaluation in `numerics="fast"`: near float64 within a derived bound, and aware of every change of the weights."""
+"""Evaluation in `numerics="fast"`: within a derived bound of float64, and every change of the weights is noticed."""
 
 import copy
 import random
@@ -57,11 +57,11 @@ class Layer(nn.Module):
         return max_pool2d(y, 2, ceil_mode=True) if self.has_pool else y
 
     def bound(self, x, error):
-        """What `error` in x, and the roundings of this layer, can do to its result. x is in float64, as are weights.
+        """The bound of the error of this layer's result, given `error` in x. x and weights are in float64.
 
-        With n products of x and the folded weights w added up: the algorithm's own bound, whichever is taken; one
-        rounding of each weight; what the error of x is multiplied by, the sum of |w|; and the roundings of the folded
-        bias, of adding it, and of adding the residual.
+        With n products of x and the folded weights w added up, it is the sum of: the bound of the algorithm, for
+        whichever algorithm is chosen; one rounding of each weight; the error of x times the sum of |w|; and the
+        roundings of the folded bias, of adding it, and of adding the residual.
         """
         norm = self.norm
         scale = (norm.running_var + norm.eps).rsqrt() * (norm.weight if norm.affine else 1)
@@ -310,7 +310,7 @@ class SumOfActivations(nn.Module):
 
 
 @pytest.mark.parametrize("is_training", [False, True])
-def test_a_sum_behind_an_activation_stays_there(is_training):
+def test_a_sum_after_an_activation_stays_there(is_training):
     network, x = SumOfActivations().train(is_training), torch.randn(2, 4, 9, 9)
     with torch.set_grad_enabled(is_training):
         planned = ut.plan(network, (x,), numerics="fast")
@@ -341,7 +341,7 @@ def test_a_change_of_shape_and_layout():
                 torch.testing.assert_close(planned(item), network(item))
 
 
-def test_prepared_weights_are_let_go():
+def test_prepared_weights_are_freed():
     network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()).eval()
     planned = ut.plan(network, (torch.randn(1, 3, 8, 8),), numerics="fast")
     runner, steps = planned.undertow_runner, []

@@ -1,4 +1,4 @@
-"""What a model does to itself at its first call ends as in eager, or is refused; planning alone changes nothing."""
+"""A model that changes itself at its first call ends as in eager, or is refused; planning alone changes nothing."""
 
 import copy
 

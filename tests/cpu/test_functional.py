@@ -39,7 +39,7 @@ def test_nested_arguments_keep_their_structure():
     assert value.shape == () and found.keys() == tree.keys()
     assert [[item.shape for item in layer] for layer in found["layers"]] == [[(3, 4), (4,)], [(4, 2), (2,)]]
     numerical = ut.numerical_gradient(loss, (tree, x))
-    # Central differences of an analytic function of order one are good to about eps^(2/3).
+    # Central differences of an analytic function of order one have an error of about eps^(2/3).
     assert torch.allclose(numerical["layers"][0][0], found["layers"][0][0], atol=1e-8)
     assert torch.allclose(numerical["scale"], found["scale"], atol=1e-8)
 

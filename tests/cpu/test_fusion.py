@@ -1,4 +1,4 @@
-"""Groups for a GPU, run on the CPU one operation after another: what is joined, what is kept, and that it is right."""
+"""Groups for a GPU, run on the CPU one operation after another: what is joined, what is kept, and the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
 
 
 def _workload(name: str) -> tuple[torch.nn.Module, tuple[Any, ...], tuple[Any, ...], Any]:
-    """In float64, where another order of additions changes little beside what a wrong formula does."""
+    """In float64, where another order of additions changes far less than a wrong formula would."""
     zoo = SMALL[name]
     torch.manual_seed(0)
     model = zoo.build().double()
@@ -91,7 +91,7 @@ def test_norm_activation_and_sum_are_one_group(programs: list[Program]) -> None:
     before, after = programs
     assert len(after.nodes) < len(before.nodes)
     convolutions = [node for node in after.first_pass if node.name == "convolution"]
-    # One group behind each convolution, and those of pooling and loss.
+    # One group after each convolution, and the groups of pooling and loss.
     assert len([node for node in after.first_pass if node.name.startswith("fused")]) <= len(convolutions) + 3
 
 
@@ -105,7 +105,7 @@ def test_weights_in_another_precision_are_not_kept(programs: list[Program]) -> N
 
 
 def test_levels_of_a_deep_sum_do_not_grow(programs: list[Program]) -> None:
-    """What is passed from layer to layer is read from memory, not summed up again from the first layer."""
+    """What is passed from layer to layer is read from memory, and not summed again from the first layer."""
 
     class Residual(torch.nn.Module):
         def __init__(self) -> None:

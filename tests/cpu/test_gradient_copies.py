@@ -1,4 +1,4 @@
-"""Gradients that autograd's accumulation copies: the plan counts the copy, and `.grad` lies as it does in eager."""
+"""Gradients that autograd's accumulation copies: the plan counts the copy, and `.grad` has eager's strides."""
 
 import copy
 
@@ -30,7 +30,7 @@ class Model(nn.Module):
 LARGE = 600, 600
 
 CASES = {
-    "lies otherwise": lambda: (
+    "other strides": lambda: (
         Model(lambda x, w: functional.conv2d(x, w.permute(1, 0, 3, 2)), torch.randn(64, 96, 2, 2)),
         torch.randn(1, 64, 3, 3),
     ),
@@ -85,7 +85,7 @@ CASES = {
 
 
 class Loss(torch.autograd.Function):
-    """A loss that keeps nothing, and whose cotangent nobody else holds."""
+    """A loss that keeps nothing, and whose cotangent nothing else holds."""
 
     @staticmethod
     def forward(ctx, y):
@@ -98,13 +98,13 @@ class Loss(torch.autograd.Function):
 
 
 def differentiate(model, x):
-    """As a loop does that holds on to what the model returned."""
+    """As in a loop that still holds what the model returned."""
     y = model(x)
     Loss.apply(y).backward(torch.empty(0))
 
 
 def shared_memory(tensors):
-    """Which of them lie in one memory."""
+    """Which of them share memory."""
     storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return [storages.index(storage) for storage in storages]
 
@@ -127,7 +127,7 @@ def test_a_gradient_that_autograd_copies_is_within_the_budget(name):
 
 
 def test_a_gradient_that_flows_on_lies_as_in_eager():
-    """What comes before the model may compute other bits on another layout."""
+    """Operations before the model may have other bits with another layout."""
     torch.manual_seed(0)
     model = Model(lambda x, w: x.contiguous().tanh() + w, torch.randn(300, 200))
     planned = ut.plan(copy.deepcopy(model), (torch.randn(200, 300).t().requires_grad_(),))

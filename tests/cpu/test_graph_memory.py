@@ -1,4 +1,4 @@
-"""The allocator as played for CUDA graphs: blocks that are alive never overlap, and what a plan needs fits."""
+"""The simulated allocator of CUDA graphs: blocks that are alive never overlap, and what a plan needs fits."""
 
 from __future__ import annotations
 

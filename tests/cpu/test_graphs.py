@@ -1,4 +1,4 @@
-"""When a step is captured and when its graph is let go, with a stand-in for the graph; real ones are in tests/gpu."""
+"""When a step is captured and when its graph is freed, with a stand-in for the graph; real ones are in tests/gpu."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_step_is_captured_once_things_stay_the_same(made):
     assert made.step.note.startswith("captured as a CUDA graph")
 
 
-def test_what_moves_lets_go_of_the_graph(made):
+def test_a_graph_is_freed_when_something_moves(made):
     run(made, WARM_CALLS + 1)
     made.model.weight.data = made.model.weight.data.clone()
     assert run(made, WARM_CALLS + 1) == ["given back", *["run"] * WARM_CALLS, "capture", "replay"]

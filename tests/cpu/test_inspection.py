@@ -61,7 +61,7 @@ def test_tiny_convnet_by_hand_memory():
     # ReLU writes over the convolution's output, so only one of the two is there to be kept.
     assert (conv.kept_bytes, flatten.kept_bytes, linear.kept_bytes) == (0, 0, 0)
     assert [item.num_bytes for item in relu.kept] == [image]
-    # Eager keeps it for the pooling layer too, whose derivative looks at its shape alone.
+    # Eager keeps it for the pooling layer too, whose derivative reads only its shape.
     assert askers(relu) == [{("relu", "1")}]
     assert [item.num_bytes for item in pool.kept] == [halved, 2 * 4 * 4 * 4 * INDEX]
     assert askers(pool) == [{("addmm", "4")}, {("max_pool2d_with_indices", "2")}]
@@ -100,18 +100,18 @@ def test_tiny_convnet_by_hand_totals():
     assert result.gradient_bytes == result.optimizer.num_bytes == weights
     assert result.reread_batch_bytes == batch
     assert result.reread_parameter_bytes == weights - (4 + 10) * FLOAT
-    # Inference is fullest while it pools: input, output and the places of the maxima.
+    # Inference has its peak while it pools: input, output and the indices of the maxima.
     assert result.inference.peak_bytes == weights + batch + image + 3 * halved
     assert result.inference.at.startswith("max_pool2d_with_indices 2")
-    # Training is fullest at the derivative of ReLU: its output, kept; the cotangents of its output and of its input;
-    # the gradients of the linear layer. At the derivative of the pooling before it, the place of one image is taken by
-    # less: the pooled image's cotangent and the places of the maxima, 3 * halved.
+    # Training has its peak at the derivative of ReLU: its output, which is kept, the cotangents of its output and its
+    # input, and the gradients of the linear layer. The derivative of the pooling, just before, takes less: instead of
+    # one image it has the pooled image's cotangent and the indices of the maxima, 3 * halved.
     memory = result.training
     assert memory.at.startswith("threshold_backward 1")
     assert (memory.parameter_bytes, memory.batch_bytes, memory.buffer_bytes) == (weights, batch, 0)
     assert (memory.kept_bytes, memory.gradient_bytes) == (image, (64 * 10 + 10) * FLOAT)
     assert memory.optimizer_bytes == weights
-    # The logits belong to the user, who holds them to the end; their cotangent is free again by then.
+    # The logits belong to the user, who holds them to the end; their cotangent is freed before that.
     assert memory.other_bytes == 2 * 10 * FLOAT + 2 * image
     assert memory.peak_bytes == 2 * weights + batch + 3 * image + (64 * 10 + 10) * FLOAT + 2 * 10 * FLOAT
     assert result.memory_ratio == memory.peak_bytes / result.inference.peak_bytes
@@ -161,7 +161,7 @@ def test_kept_bytes_are_what_eager_saves(name):
         output = model(*inputs)
     eager = sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in given)
     kept = inspect(model, inputs).kept_bytes
-    # The derivative of a pooling layer asks for the shape of its input; eager keeps it, and nothing else needs it.
+    # The derivative of a pooling layer needs only the shape of its input. Eager keeps the input just for that.
     assert 0 < kept < eager if name in ("alexnet", "lenet5") else kept == eager > 0
     del output
 
@@ -199,7 +199,7 @@ def test_peaks_are_the_allocators():
 def test_grouped_convolutions(kind, groups):
     layer = kind(4, 8, 3, stride=2, groups=groups)
     work = inspect(layer, (torch.randn(2, 4, 9, 9, requires_grad=True),))[""]
-    # Every weight meets every position: of the output, 4 x 4, or for a transposed convolution of the input.
+    # Every weight is used once per pixel: of the output, 4 x 4, or for a transposed convolution of the input.
     positions = 4 * 4 if kind is nn.Conv2d else 9 * 9
     assert work.forward.flops == 2 * 2 * positions * layer.weight.numel()
     assert work.backward.flops == 2 * work.forward.flops

@@ -1,4 +1,4 @@
-"""Which kernels `fast` chooses by a given table, what they compute, and what is done where the fastest do not fit."""
+"""Which kernels `fast` chooses by a given table, what they compute, and what happens where the fastest do not fit."""
 
 import copy
 
@@ -22,7 +22,7 @@ def make_step(model, args, targets, loss, costs="measured", **options):
 
 
 def prefer(costs, is_preferred):
-    """The table with those operations the fastest that `is_preferred` names."""
+    """The table, with the operations that `is_preferred` names as the fastest."""
     return {key: (1 if is_preferred(key) else 10**9, workspace) for key, (_, workspace) in costs.items()}
 
 
@@ -192,7 +192,7 @@ ONE_CHANNEL = {
 @pytest.mark.parametrize("name", ONE_CHANNEL)
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
 def test_one_channel_lies_in_both_layouts(name, is_training, monkeypatch):
-    """What PyTorch makes of it may come in the other one; own kernels read it rightly."""
+    """What PyTorch makes from it may have the other layout; our own kernels read both correctly."""
     pytest.importorskip("numba")
 
     def cost_of(node):

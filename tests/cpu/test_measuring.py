@@ -52,7 +52,7 @@ def test_a_watch_counts_what_is_left_of_an_inner_one_and_not_its_peak():
 
 
 def test_nothing_is_measured_inside_a_profile_of_the_user():
-    with torch.profiler.profile(), pytest.raises(ut.CallError, match="it is running"):
+    with torch.profiler.profile(), pytest.raises(ut.CallError, match="is already running"):
         ut.measure(nn.Linear(3, 3), torch.randn(2, 3))
 
 
@@ -67,8 +67,8 @@ def test_a_profile_of_the_user_inside_a_measured_step_says_so():
 
 
 @pytest.mark.parametrize("kind", ["plan", "train_step"])
-def test_a_step_that_is_planned_anew_at_every_call_is_measured(kind):
-    """BatchNorm with momentum=None reads how many batches it has seen, which is another number each time."""
+def test_a_step_that_is_planned_at_every_call_is_measured(kind):
+    """BatchNorm with momentum=None reads how many batches it has seen: another number at each call."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64, momentum=None), nn.ReLU(), nn.Linear(64, 4))
     x = torch.randn(256, 8)
@@ -81,7 +81,7 @@ def test_a_step_that_is_planned_anew_at_every_call_is_measured(kind):
         assert 0.9 * step.plan.peak_bytes <= measured <= step.plan.peak_bytes
 
 
-def test_a_module_that_is_planned_anew_inside_the_backward_pass_is_refused_in_one_line():
+def test_a_module_that_is_planned_inside_the_backward_pass_is_refused_in_one_line():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -189,7 +189,7 @@ def test_an_output_that_a_hook_replaced_is_differentiated():
 
 
 class Ignoring(nn.Module):
-    """Reads nothing of `mask`, of `scores` the shape alone, and of `ids` nothing that its loss needs."""
+    """Does not read `mask`, reads only the shape of `scores`, and its loss does not depend on `ids`."""
 
     def __init__(self):
         super().__init__()

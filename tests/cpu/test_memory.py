@@ -11,7 +11,7 @@ import undertow as ut
 from undertow.models import SMALL
 from undertow.runtime.measure import measure_call
 
-# Autograd's chain of tokens and the generator's recorded state, which eager does not have: a few KiB.
+# Autograd's tokens and the recorded state of the generator, which eager does not have: a few KiB.
 ALLOWANCE_BYTES = 16 * 1024
 
 

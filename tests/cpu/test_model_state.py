@@ -1,4 +1,4 @@
-"""The key of a model's state: what changes it, and that it is the old one when the change is taken back."""
+"""The key of a model's state: what changes it, and that it is the same again when the change is undone."""
 
 import copy
 
@@ -10,7 +10,7 @@ from undertow.calls.model_state import ModelState
 
 
 class Settings:
-    """As a configuration is."""
+    """Like a configuration."""
 
     def __init__(self, **values):
         self.__dict__.update(values)
@@ -174,7 +174,7 @@ def test_what_forward_assigns_is_taken_by_its_structure():
     state.mark_assigned([(id(model.__dict__), "factor")])
     assert state.key() == start
     state.mark_assigned([(id(model.__dict__), "objects")])
-    assert state.key() != start  # the list is taken by its structure from now on
+    assert state.key() != start  # from now on the list is compared by structure
     model.objects = None
     start = state.key()
     model.objects = [torch.zeros(2), 3]

@@ -1,4 +1,4 @@
-"""A planned module in the hands of user code: it behaves as the module it was made from."""
+"""A planned module in user code behaves as the module it was made from."""
 
 import copy
 import enum
@@ -199,7 +199,7 @@ def test_dropped_layers_are_captured_once_for_each_pattern():
 
         def forward(self, x):
             dropped = [bool(torch.rand(()) < 0.5) for _ in self.layers] if self.training else [False] * 3
-            recorded.append((self.training, *dropped))  # Python runs when a way through the model is recorded
+            recorded.append((self.training, *dropped))  # Python runs only when a variant is recorded
             for layer, is_dropped in zip(self.layers, dropped, strict=True):
                 x = x if is_dropped else layer(x)
             return x.sum()
@@ -221,7 +221,7 @@ def test_python_attributes_are_part_of_the_capture():
     run_both(pair(), act)
 
 
-def test_a_replaced_submodule_is_captured_anew():
+def test_a_replaced_submodule_is_captured_again():
     x = torch.randn(4, 8)
 
     def act(model):
@@ -270,7 +270,7 @@ def test_an_argument_that_the_model_asks_a_gradient_for():
 
 
 class Body(nn.Module):
-    """A linear layer and whatever `body` does with it; `settings` become attributes."""
+    """A linear layer and what `body` does with it; `settings` become attributes."""
 
     def __init__(self, body, **settings):
         super().__init__()
@@ -294,7 +294,7 @@ def test_attributes_changed_later_are_part_of_the_capture():
     assert same_bits(body(x), planned(x))
 
 
-def test_python_arguments_are_compared_by_what_they_are_worth():
+def test_python_arguments_are_compared_by_value():
     x = torch.randn(4, 8)
     body = Body(lambda m, x, item: m.linear(x) * len(item))
     planned = ut.plan(body, (x, range(1)))
@@ -537,7 +537,7 @@ class Weighted(nn.Module):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda weight, x: weight.norm(0),  # carries a gradient, and hands none over
+        lambda weight, x: weight.norm(0),  # carries a gradient, but gives none to its argument
         lambda weight, x: (weight * x).norm(0),
         lambda weight, x: (weight.norm(0), (weight * x).sum()),
         lambda weight, x: weight.sign().sum(),  # the gradient does not depend on the cotangent

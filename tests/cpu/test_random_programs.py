@@ -1,4 +1,4 @@
-"""Random programs with fan-out: value, gradients and generator state have the bits of eager PyTorch's."""
+"""Random programs with fan-out: value, gradients and generator state have eager PyTorch's bits."""
 
 import itertools
 from collections import Counter
@@ -10,13 +10,13 @@ import pytest
 import torch
 from exactness import assert_same_steps, same_bits
 from random_programs import TEMPLATES, RandomProgram
-from random_programs import make_program as make_program_anew
+from random_programs import make_program as make_new_program
 
 import undertow as ut
 
 NUM_TESTS, NUM_PROGRAMS = 20, 50
 
-make_program = cache(make_program_anew)
+make_program = cache(make_new_program)
 
 
 def differences(program: RandomProgram) -> list[str]:
@@ -47,7 +47,7 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str:
 
 @contextmanager
 def naming(program: RandomProgram) -> Iterator[None]:
-    """Lists the program below any error."""
+    """Print the program after any error."""
     try:
         yield
     except Exception as error:
@@ -113,7 +113,7 @@ def test_programs_are_what_they_claim_to_be():
 
 
 def test_a_seed_is_a_program():
-    first, second = make_program(7), make_program_anew(7)
+    first, second = make_program(7), make_new_program(7)
     assert str(first) == str(second)
     assert all(map(torch.equal, first.inputs, second.inputs))
     assert str(first) != str(make_program(8))

@@ -20,7 +20,7 @@ from undertow.errors import InfeasibleBudget, PlanError
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What the cases' plans gave here, and what they gave in a process that has neither costs nor plans."""
+    """The results of the cases' plans here, and their results in a process without costs and plans."""
     folder = tmp_path_factory.mktemp("plans")
     here = {}
     for name, (_, _, is_least, _, _) in CASES.items():
@@ -84,9 +84,9 @@ def test_a_truncated_or_changed_file_is_refused(small, tmp_path):
         place = rng.randrange(len(content))
         for broken in (content[:place], content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]):
             path.write_bytes(broken)
-            with pytest.raises(PlanError, match="no whole file"):
+            with pytest.raises(PlanError, match="not a whole file"):
                 ut.load_plan(path)
-            with pytest.raises(PlanError, match="no whole file"):
+            with pytest.raises(PlanError, match="not a whole file"):
                 ut.train_step(model, (x,), saved_plan=path, **how)
     for text in ("", "undertow plan 1", "\x00" * 100, hashed([]), hashed({}), hashed({"plan": 1}), hashed("[" * 9999)):
         path.write_text(text)
@@ -99,7 +99,7 @@ def test_a_truncated_or_changed_file_is_refused(small, tmp_path):
 
 @pytest.mark.parametrize("num_changes", [40, pytest.param(150, marks=pytest.mark.exhaustive)])
 def test_what_was_tampered_with_is_refused_or_does_no_harm(small, tmp_path, num_changes):
-    """Any number, name or list is changed and the hash made anew: the step has eager's bits, or none at all."""
+    """Any number, name or list is changed, and the hash computed again: the plan is refused, or has eager's bits."""
     model, (x, y), how = small
     path = tmp_path / "step.plan"
     step = ut.train_step(model, (x,), **how)
@@ -124,7 +124,7 @@ def test_what_was_tampered_with_is_refused_or_does_no_harm(small, tmp_path, num_
 
 
 def _leaves(item, place=()):
-    """The places of all numbers and texts, and of the lists and dicts that hold them."""
+    """Where in the data all numbers and texts are, and the lists and dicts that hold them."""
     if place:
         yield place
     pairs = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()

@@ -1,4 +1,4 @@
-"""Machines, processes and caches that lack something: a step still runs, or says what is missing; it never hangs."""
+"""Machines, processes and caches without something: a step still runs, or says what is missing; it never hangs."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from undertow.ir.cost import Cost
 from undertow.kernels.draws import has_pytorch_bits
 from undertow.planner import curve
 
-# A network in which every own kernel of `fast` has its place, trained by eager and by Undertow; gives the losses.
+# A network that uses every kernel of `fast`, trained by eager and by Undertow; returns the losses.
 TRAINING = """
 import copy, os, warnings, torch, undertow as ut
 from torch import nn
@@ -62,7 +62,7 @@ def check():
 
 
 def run(code, tmp_path, **environment):
-    """What a fresh process with a cache of its own writes; compiled kernels are shared unless told."""
+    """What a new process with a cache of its own prints; it shares compiled kernels, unless told not to."""
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
         [sys.executable, "-c", TRAINING + textwrap.dedent(code)],
@@ -108,9 +108,9 @@ def test_on_one_core(tmp_path):
     assert out.split() == ["1", "1"]
 
 
-@pytest.mark.skipif("UNDERTOW_SLOW_TESTS" not in os.environ, reason="compiles every kernel anew, for two minutes")
+@pytest.mark.skipif("UNDERTOW_SLOW_TESTS" not in os.environ, reason="compiles every kernel again, for two minutes")
 def test_without_wide_vectors(tmp_path):
-    """The least that x86-64 has, in Numba's kernels and PyTorch's: no AVX, no fused multiply-add."""
+    """The least instruction set of x86-64, in Numba's kernels and PyTorch's: no AVX, no fused multiply-add."""
     run(
         "check()",
         tmp_path,

@@ -1,4 +1,4 @@
-"""`undertow train` and what follows it, as the command line runs them: bits, resuming, bad inputs, reports."""
+"""`undertow train` and the commands after it, through the command line: bits, resuming, bad inputs, reports."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def test_a_resumed_run_ends_in_the_same_bits(capsys):
     ended = [RunFolder(Path(name)).read_checkpoint() for name in ("whole", "parts")]
     assert ended[0].costs == ended[1].costs and ended[0].costs
     assert all(torch.equal(ended[0].tensors[name], ended[1].tensors[name]) for name in ended[0].tensors)
-    # A finished run that is resumed stays what it is.
+    # Resuming a finished run changes nothing.
     code, out, _ = run(capsys, "train", "--resume", "parts", "--json")
     assert code == 0 and json.loads(out)["weights_sha256"] == whole["weights_sha256"]
 
@@ -275,7 +275,7 @@ def test_sigterm_saves_and_stops_however_often(capsys, monkeypatch):
 
 
 def test_signals_that_are_ignored_stay_so(capsys, monkeypatch):
-    # As a shell that is no terminal's starts a command in the background.
+    # As when a shell without a terminal starts a command in the background.
     from undertow.train.run import Run
 
     plain = Run.run_batches
@@ -448,7 +448,7 @@ def test_images_from_folders_to_predictions(capsys):
 
 
 def test_an_array_file_means_the_same_to_every_command(capsys):
-    # Digits count to 16, and so do they in an array of bytes, which would otherwise be taken to count to 255.
+    # The pixels of digits go up to 16. An array of bytes would otherwise be taken to go up to 255.
     words = ["train", "lenet300", "--batch", "32", "--epochs", "2", "--out", "a", "--json"]
     code, out, err = run(capsys, *words)
     assert code == 0, err
@@ -475,7 +475,7 @@ def test_a_character_model(capsys):
     assert code == 0 and len(json.loads(out)[0]["classes"]) == 3
     Path("start.txt").write_text("Zebra\n")
     refuse(capsys, 3, "character 'Z', which the model was not trained on", "predict", "a", "start.txt")
-    # The output layer is the embedding: exported under both names, as any reader expects.
+    # The output layer is the embedding: it is exported under both names, as any reader expects.
     assert run(capsys, "export", "a", "w.safetensors")[0] == 0
     weights = safetensors.torch.load_file("w.safetensors")
     assert torch.equal(weights["head.weight"], weights["token_embedding.weight"])

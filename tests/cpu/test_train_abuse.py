@@ -1,4 +1,4 @@
-"""`undertow train` and its neighbours, used carelessly or with ill will: each case once gave a wrong answer."""
+"""`undertow train` and related commands, used carelessly or with malice: each case once gave a wrong answer."""
 
 import json
 import os
@@ -181,7 +181,7 @@ def test_an_evaluation_is_recorded_once(capsys, monkeypatch):
 
     def killed(self):
         if self.progress.epoch == 2:
-            self._records.flush()  # the lines are written, the checkpoint that counts on them is not
+            self._records.flush()  # the lines are written, the checkpoint that goes with them is not
             raise KeyboardInterrupt
         save(self)
 
@@ -211,7 +211,7 @@ def test_a_run_whose_output_nobody_takes(capsys):
     assert "Traceback" not in done.stderr
     done = subprocess.run(["bash", "-c", f"{start} --out b 2>&1 | true"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (141, "")
-    assert run(capsys, *PLAN, "--out", "b")[0] == 0  # its first line, before there was a folder, could not be written
+    assert run(capsys, *PLAN, "--out", "b")[0] == 0  # the first run could not write its first line, and made no folder
     for name in ("a", "b"):
         code, out, _ = run(capsys, "export", name, "w.safetensors", "--json")
         assert code == 0 and json.loads(out)["weights_sha256"] == whole["weights_sha256"]
@@ -316,7 +316,7 @@ def test_words_that_cannot_be_meant(capsys):
     refuse(capsys, 2, "lr must be a number, got 'fast'", "train", "--config", "word.yaml")
     Path("large.yaml").write_text("model: lenet5\nlr: " + "9" * 400 + "\n")
     refuse(capsys, 2, "lr must be a number, got 9999", "train", "--config", "large.yaml")
-    # Each line holds the one before ten times: written out it would fill the memory.
+    # Each line holds the line before ten times: expanded, it would fill the memory.
     Path("laughs.yaml").write_text(
         "a0: &a0 [1]\n"
         + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(12))

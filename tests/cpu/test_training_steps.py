@@ -17,7 +17,7 @@ OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
     "adam": lambda groups: torch.optim.Adam(groups, lr=1e-2),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
-    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3),  # steps afterwards
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3),  # steps after the backward pass
 }
 
 
@@ -57,7 +57,7 @@ def train_eager(model, x, y, optimizer, clip_norm=None, accumulate=1, num_steps=
 
 
 def train_planned(model, x, y, optimizer, budget, num_steps=4, **settings):
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # puts a function over the optimizer's step
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # replaces the optimizer's step by a function
     step = ut.train_step(model, x, targets=y, loss=cross_entropy, optimizer=optimizer, budget=budget, **settings)
     torch.manual_seed(5)
     losses = []
@@ -257,14 +257,14 @@ def test_the_curve_and_the_largest_batch():
     assert curve.lower_bound_bytes <= curve.minimum_bytes == peaks[0]
     found = ut.largest_batch(model, make_batch, budget="2MiB", loss=cross_entropy)
     assert found.measured.peak_bytes <= 2**21
-    # The least memory that is found need not grow with every single example, but it does over a few.
+    # The least memory found may not grow with each example, but it grows over a few.
     args, targets = make_batch(found.batch + found.batch // 4)
     with pytest.raises(ut.InfeasibleBudget):
         ut.train_step(model, args, targets=targets, loss=cross_entropy, budget="2MiB")
 
 
 class Clamped(nn.Module):
-    """Writes one of its parameters in the forward pass, and looks up in an embedding that renormalises its rows."""
+    """Writes one of its parameters in the forward pass, and reads an embedding that renormalises its rows."""
 
     def __init__(self):
         super().__init__()
@@ -390,14 +390,14 @@ def test_more_than_was_predicted_is_halved_away(monkeypatch):
 def test_planning_leaves_a_running_profiler_alone():
     model, x = nn.Linear(53, 7), torch.randn(3, 53)
     with torch.profiler.profile(profile_memory=True) as profiler:
-        with pytest.raises(ut.CallError, match="it is running"):
+        with pytest.raises(ut.CallError, match="is already running"):
             ut.train_step(model, (x,), loss=torch.sum, budget="1MiB")
         torch.randn(100)
     assert any(event.name == "aten::randn" for event in profiler.events())
 
 
 class Sums(nn.Module):
-    """Parameters whose gradients are one tensor, views of it, an expanded number, or read again further down."""
+    """Parameters whose gradients are one tensor, views of it, an expanded number, or are read again later."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A planned module under DistributedDataParallel: two processes, the gradients eager's DDP has."""
+"""A planned module under DistributedDataParallel, in two processes: the gradients of eager's DDP."""
 
 import copy
 

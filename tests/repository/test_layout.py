@@ -1,4 +1,4 @@
-"""The rules of the repository that no linter knows."""
+"""The rules of the repository that no linter checks."""
 
 import ast
 import os
@@ -18,6 +18,35 @@ VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "manag
 NOT_OURS = {".git", ".venv", ".hypothesis", "build", "dist", "__pycache__"}
 # Spelled in two halves, or this file would break its own rule.
 MACHINE_PATH = re.compile(r"(?<![\w.~$}])/" + r"(work|tmp|root|home)/")
+# Words that lengthen a sentence, that a reader has to look up, or that put work off, and what to write instead. Names
+# are read too. A letter of each is in brackets, or this file would break its own rule.
+REFUSED_WORDS = {
+    "utili[sz]e": "use",
+    "[l]everage": "use",
+    "[i]n order to": "to",
+    "[t]hereof": "its, of it",
+    "[w]herein": "where, in which",
+    "[h]ereby": "leave it out",
+    "[a]forementioned": "this, these",
+    "[a]new": "again",
+    "[b]ehind it": "after it",
+    "[b]ehind them": "after them",
+    "[d]ear": "slow, large",
+    "[b]ear": "carry, make, hold",
+    "[l]et go": "free, drop",
+    "[l]etting go": "freeing, dropping",
+    "[s]imply": "leave it out",
+    "[o]bviously": "leave it out",
+    "[b]asically": "leave it out",
+    "[p]lease": "leave it out",
+    "[d]esign section": "the reason itself",
+    "[w]orkaround": "what is wrong, and where",
+    "[m]agic number": "what the number means",
+    "[t]odo": "do it",
+    "[f]ixme": "fix it",
+    "[x]xx": "say what is open",
+    "[h]ack": "say why it is so",
+}
 
 
 def name_of(path: Path) -> str:
@@ -25,7 +54,7 @@ def name_of(path: Path) -> str:
 
 
 def walk(root: Path) -> list[Path]:
-    """Every file of the tree but what tools left there, for a copy without git."""
+    """Every file of the tree except what tools wrote there, for a copy without git."""
     paths = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in NOT_OURS and not name.endswith(("_cache", ".egg-info"))]
@@ -98,5 +127,26 @@ def test_no_paths_of_one_machine():
         for path in text_files()
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
         if MACHINE_PATH.search(line)
+    ]
+    assert not found
+
+
+def pattern_of(refused: str) -> re.Pattern[str]:
+    """Finds the words in prose, across the lines of a comment, and in names."""
+    words = r"s?[\s#_]+".join(refused.split())
+    return re.compile(rf"(?<![a-z]){words}(s|d|ed)?(?![a-z])", re.IGNORECASE)
+
+
+def test_words_are_plain():
+    patterns = {pattern_of(refused): instead for refused, instead in REFUSED_WORDS.items()}
+    for pattern, refused in zip(patterns, REFUSED_WORDS, strict=True):
+        assert pattern.search(re.sub(r"\[(.).*?\]", r"\1", refused)), "a pattern that finds nothing"
+    found = [
+        f"{name_of(path)}:{text.count(chr(10), 0, match.start()) + 1}: {match.group()!r}; instead: {instead}"
+        for path in text_files()
+        if path.name != "LICENSE"
+        for text in [path.read_text(errors="replace")]
+        for pattern, instead in patterns.items()
+        for match in pattern.finditer(text)
     ]
     assert not found

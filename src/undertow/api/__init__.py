@@ -1,1 +1,1 @@
-"""What users call. `planning` spells the pipeline out; the others are built from the same stages."""
+"""What users call. Every function is built from the stages of `pipeline.py`."""

@@ -32,7 +32,7 @@ def check_call(model: Any, args: Any, kwargs: Any) -> None:
 
 
 def check_argnums(argnums: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The positions that `argnums` names, counted from 0; raises CallError for any other thing."""
+    """The positions that `argnums` names, counted from 0; raises CallError for anything else."""
     positions = (argnums,) if isinstance(argnums, int) else argnums
     if not isinstance(positions, tuple | list) or not all(type(position) is int for position in positions):
         raise CallError(f"argnums must be an int or a tuple of ints, got {argnums!r}")
@@ -77,7 +77,7 @@ def check_training(model: torch.nn.Module, optimizer: Any, loss: Any, targets: A
     if optimizer is None:
         return
     name = type(optimizer).__name__
-    # The type's own: a learning rate scheduler puts a function without `self` over the optimizer's.
+    # The function of the type: a learning rate scheduler assigns one without `self` to the optimizer.
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     required = [item for item in parameters if item.default is item.empty]
     if any(item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY) for item in required):

@@ -1,13 +1,13 @@
 """Gradient checks: the derived backward pass against the definition of the derivative.
 
-The whole is checked first, along random directions: central differences of the user's own function, run eagerly,
-against the inner product of gradient and direction. Where they disagree, every recorded operation is checked by itself
+First the whole function is checked along random directions: central differences of the user's function, run eagerly,
+against the inner product of gradient and direction. Where they disagree, each recorded operation is checked separately
 on the values it had, and the wrong ones are named.
 
 The tolerance is derived per direction. A central difference D(h) has a truncation error of about |D(2h) - D(h)| / 3
-and a rounding error of 8 eps |f| / h (the series behind special functions such as digamma are good to some units in the
-last place, not to one); the analytic side adds eps |g| |v|. Disagreement means more than eight times their sum, which
-leaves room for the constants that these orders of magnitude hide.
+and a rounding error of 8 eps |f| / h (the series for special functions such as digamma are exact to some units in the
+last place, not to one). The analytic side adds eps |g| |v|. A difference of more than eight times their sum is a
+disagreement. The factor leaves room for the constants that these orders of magnitude hide.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEP = EPSILON ** (1 / 3)
 
 @dataclass(frozen=True)
 class Disagreement:
-    """One place where the analytic and the numerical derivative differ."""
+    """One comparison in which the analytic and the numerical derivative differ."""
 
     what: str
     where: str
@@ -128,7 +128,7 @@ def check_gradients(
 
 
 def central_difference(evaluate: Callable[[float], float], size: float = 0.0) -> tuple[float, float]:
-    """The derivative of `evaluate` at 0 and its tolerance; the step is halved while the estimate is still moving."""
+    """The derivative of `evaluate` at 0 and its tolerance; the step is halved until the estimate settles."""
     step, best = STEP, (0.0, float("inf"))
     for _ in range(6):
         near_up, near_down, far_up, far_down = (evaluate(h) for h in (step, -step, 2 * step, -2 * step))

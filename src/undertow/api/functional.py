@@ -1,8 +1,8 @@
 """Derivatives of tensor functions: grad, value_and_grad, vjp, hvp, hessian.
 
-As in JAX, a function's arguments may be nested tuples, lists and dicts of tensors, `argnums` picks those to
-differentiate by, and the result has their structure. A function is recorded anew at every call: what its closure holds
-may have changed.
+As in JAX, a function's arguments may be nested tuples, lists and dicts of tensors. `argnums` says which of them to
+differentiate by, and the result has their structure. A function is recorded at every call, because what its closure
+holds may have changed.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _Recorded:
         return differentiate(self.captured.program, outputs, wanted, is_composed=is_composed)
 
     def bind(self, program: Program) -> list[Any]:
-        """The tensors behind the Program's inputs."""
+        """The tensors that the Program's inputs stand for."""
         known = [item for item in program.inputs if item.kind is not InputKind.COTANGENT]
         return [self.captured.tensor_behind(item, self.tensors, {}) for item in known]
 
@@ -190,7 +190,7 @@ class _SecondOrder:
         self.recorded = _Recorded(function, args, {}, argnums)
         first = self.recorded.differentiate([self.recorded.scalar_output()], is_composed=True)
         self._gradients = [(item.input, item.value) for item in first.gradients if item.value is not None]
-        gradients = list(dict.fromkeys(value for _, value in self._gradients))  # one may be that of several inputs
+        gradients = list(dict.fromkeys(value for _, value in self._gradients))  # several inputs may have the same one
         forward = backward_as_forward(first, gradients)
         wanted = [value for value in self.recorded.wanted if value is not None]
         second = differentiate(forward, gradients, wanted, is_composed=self.recorded.is_nested)
@@ -212,7 +212,7 @@ class _SecondOrder:
 
 
 def _fresh(tensor: torch.Tensor, is_wanted: bool) -> torch.Tensor:
-    """The tensor without its history; under an outer recording the history is what is being recorded."""
+    """The tensor without its history, unless an outer recording needs the history."""
     if isinstance(tensor, TracedTensor):
         return tensor.view_as(tensor) if is_wanted else tensor
     return tensor.detach().requires_grad_(is_wanted)

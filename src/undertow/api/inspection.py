@@ -24,7 +24,7 @@ def inspect(
 ) -> Inspection:
     """Memory, arithmetic and memory traffic of a training step of `model`, layer by layer.
 
-    The model is taken as it stands, in train() or eval() mode. Inference is its forward pass alone.
+    The model is taken as it is, in train() or eval() mode. Inference is its forward pass alone.
     """
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
@@ -53,7 +53,7 @@ def inspect(
 
 
 def _find_unused(model: torch.nn.Module, program: Program) -> list[Input]:
-    """Parameters and buffers that the Program has no use for, tied ones once."""
+    """Parameters and buffers that the Program does not use, tied ones once."""
     known = {item.path for item in program.inputs if item.kind in (InputKind.PARAMETER, InputKind.BUFFER)}
     found = []
     for kind, tensors in ((InputKind.PARAMETER, model.named_parameters()), (InputKind.BUFFER, model.named_buffers())):

@@ -1,4 +1,4 @@
-"""`measure`: the peak memory and the time of a step as the allocator and the clock saw them."""
+"""`measure`: the peak memory and the time of a step, as the allocator and the clock see them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from undertow.runtime.measure import Measurement, measure_call
 def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     """Run a step twice: for its time, and under the profiler for its peak.
 
-    `step` is what `train_step` returned, or a module, planned or not: of a module, forward and backward, from the
-    outputs that its plan expects gradients from, without a plan from its own loss, or from a sum of its outputs where
-    it returns none; forward alone where none carries a gradient. A step trains as it always does; of a module,
-    gradients are dropped before each run.
+    `step` is what `train_step` returned, or a module, planned or not. A module runs forward and backward, from the
+    outputs that its plan expects gradients from. Without a plan it runs backward from its own loss, or from the sum of
+    its outputs where it returns no loss. It only runs forward where no output carries a gradient. A step trains as
+    always; a module's gradients are dropped before each run.
     """
     given = [tensor for _, tensor in tensors_in((args, kwargs))]
     if isinstance(step, TrainStep):
@@ -62,7 +62,7 @@ def _find_carriers(outputs: Any) -> list[torch.Tensor]:
 
 
 class _Sum(torch.autograd.Function):
-    """Stands for the user's loss: keeps nothing of the outputs, and its backward makes a cotangent of ones for each."""
+    """Stands for the user's loss: it keeps none of the outputs, and its backward makes a cotangent of ones for each."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:

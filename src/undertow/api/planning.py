@@ -31,11 +31,11 @@ def plan(
 ) -> Any:
     """A module with the model's parameters that trains by an explicit, derived backward pass.
 
-    `budget` is the peak memory of the whole step, in bytes or as "6GiB"; `optimizer` only counts: its state is held.
+    `budget` is the peak memory of the whole step, in bytes or as "6GiB". `optimizer` is only needed to count its state.
     `numerics="fast"` takes the fastest measured algorithms, within their error bounds, and times them at first use;
-    `"bf16"` also computes in bfloat16, from float32 weights. Where those do not fit the budget, `allow_other_bits` lets
-    others be taken that need less memory. `costs="model"` plans without measuring. `time_limit_s` ends the search for a
-    plan early. `saved_plan` is a file of `save_plan`, made of the same step: it is run instead of a new plan.
+    `"bf16"` also computes in bfloat16, from float32 weights. Where these do not fit the budget, `allow_other_bits`
+    allows others that need less memory. `costs="model"` plans without measuring. `time_limit_s` ends the search for a
+    plan early. `saved_plan` is a file that `save_plan` wrote for the same step: it is run instead of a new plan.
     """
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)

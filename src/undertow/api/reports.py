@@ -22,7 +22,7 @@ from undertow.terms import CostSource
 CANNOT_SEE = (
     "the loss, where it is computed outside the planned module",
     "a second forward pass that is alive at the same time",
-    "gradients that are there before the step: with accumulation they are held besides",
+    "gradients that are there before the step: with accumulation they are held in addition",
 )
 
 

@@ -21,5 +21,5 @@ def save_plan(step: TrainStep | torch.nn.Module, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """The plan in a file, checked, to be read; raises PlanError where it is no sound plan."""
+    """The plan in a file, checked, to read and not to run; raises PlanError where it is not sound."""
     return read_plan(path).read()

@@ -104,8 +104,8 @@ def largest_batch(
 ) -> LargestBatch:
     """The largest n for which a step on `make_batch(n)`, which returns (args, targets), fits the budget.
 
-    Computed by planning, then confirmed by running the step: with an optimizer, that updates the parameters; without
-    one, their gradients are dropped. Where a step takes more than was predicted, fewer examples are run.
+    It is found by planning, then confirmed by running the step. With an optimizer this updates the parameters; without
+    one, gradients are dropped. Where a step takes more memory than was predicted, fewer examples are tried.
     """
     if not callable(make_batch):
         raise CallError(f"make_batch must be a function of the number of examples, got {type(make_batch).__name__}")
@@ -147,9 +147,9 @@ def _check_batch(made: Any) -> tuple[Any, Any]:
 
 
 def _find_most(prepare: Callable[[int], Any]) -> int:
-    """Doubling to an upper end, then halving the interval; memory grows with the batch.
+    """Doubles to an upper limit, then halves the interval; memory grows with the batch.
 
-    From two examples on: batch normalisation cannot train on one. One is tried when two do not fit.
+    It starts at two examples: batch normalisation cannot train on one. One is tried when two do not fit.
     """
 
     def fits(batch: int) -> bool:

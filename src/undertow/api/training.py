@@ -1,8 +1,9 @@
 """`train_step`: forward pass, loss, backward pass and update as one planned call.
 
-The step owns the gradients: each is born in the backward pass and gone when its parameter was updated, which happens as
-soon as the gradient is complete and the parameter is read no more, with the bits of a step afterwards. Where that is
-not possible (see `passes/training.py`), gradients are held and the optimizer steps at the end; the plan counts them.
+The step owns the gradients. Each is made in the backward pass and freed when its parameter has been updated. The update
+runs as soon as the gradient is complete and nothing reads the parameter any more, with the bits of a later step. Where
+that is not possible (see `passes/training.py`), gradients are held and the optimizer steps at the end; the plan counts
+them.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ def train_step(
     """A callable that trains: `step(*args, *targets, **kwargs)` returns the loss, and the parameters are updated.
 
     The loss is `loss(model(*args, **kwargs), *targets)`. Where `loss` is None it is the model's own: the scalar that it
-    returns alone, as `.loss`, or first in a tuple. `clip_norm` clips all gradients to that norm; `accumulate` updates
-    at every so many calls, with the sum of their gradients.
-    `numerics` and `allow_other_bits` are those of `plan`; the loss is part of what runs in bfloat16, as in autocast.
-    `costs` may be the `costs` of another step: the same ones give the same plan. `saved_plan` is a file of `save_plan`,
-    made of the same step: it is run instead of a new plan.
+    returns alone, as `.loss`, or first in a tuple. `clip_norm` clips the gradients to that norm, all together.
+    `accumulate` is the number of calls from one update to the next, which uses the sum of their gradients.
+    `numerics` and `allow_other_bits` are as in `plan`; the loss also runs in bfloat16, as in autocast. `costs` may be
+    the `costs` of another step: the same costs give the same plan. `saved_plan` is a file that `save_plan` wrote for
+    the same step: it is run instead of a new plan.
     """
     check_call(model, args, kwargs)
     check_training(model, optimizer, loss, targets)
@@ -154,14 +155,14 @@ class TrainStep:
         return [*self.runner.parameters(), *self.training.trained()]
 
     def _follow_parameters(self) -> None:
-        """Plans name the parameters that they update: where model or optimizer have others, they are made anew."""
+        """Plans name the parameters that they update: if model or optimizer have other ones now, plan again."""
         found = self._list_parameters()
         if len(found) != len(self._bound) or not all(map(is_, found, self._bound)):
             self.runner.forget()
             self._bound, self._updated = found, set(self.training.trained())
 
     def _check_untouched(self) -> None:
-        """What the step would pass over in silence is refused: hooks, and gradients that somebody else left."""
+        """Refuse what the step would silently ignore: hooks, and gradients that other code left."""
         if self.training.updates_inside and self.training.has_step_hooks:
             raise CallError(
                 "the optimizer got a step hook after train_step was made, and its updates run inside the backward "
@@ -183,14 +184,14 @@ class TrainStep:
         return next(name for name, item in self.model.named_parameters() if item is parameter)
 
     def release(self) -> None:
-        """Give back what the step holds between calls: its arena, until the next one, and its CUDA graph, which is
-        captured anew when the step has run a few times more.
+        """Free what the step holds between calls: its arena, until the next call, and its CUDA graph, which is captured
+        again after a few more calls.
         """
         self.runner.release_memory()
 
     def release_arena(self) -> None:
-        """Give back the arena until the next call. Memory that is there before a measurement begins and goes within it
-        would not be seen to go.
+        """Free the arena until the next call. A measurement does not see that memory is freed which was allocated
+        before it began.
         """
         self.runner.release_arena()
 
@@ -200,7 +201,7 @@ class TrainStep:
             yield from self.runner.walk(args, kwargs, lambda node: node.phase is not Phase.UPDATE)
 
     def drop_gradients(self) -> None:
-        """Without an optimizer gradients stay with their parameters, and the next call would add to them."""
+        """Drop gradients: without an optimizer they stay with their parameters, and the next call would add to them."""
         if self.optimizer is None:
             self.model.zero_grad(set_to_none=True)
 

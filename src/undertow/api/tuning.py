@@ -1,4 +1,4 @@
-"""`tune`: the table of measured times filled ahead, so that later plans of a model begin at once."""
+"""`tune`: measures the times for a model in advance, so that later plans need not measure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from undertow.terms import Numerics, Terms
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was timed: distinct operations of the step and their alternatives, and those that ran in fast numerics."""
+    """What was timed: distinct operations of the step and their alternatives, and those chosen in fast numerics."""
 
     num_operations: int
     fast_operations: dict[str, int]

@@ -1,9 +1,9 @@
-"""Autodiff: a forward pass in, the same Program with its backward pass behind it out.
+"""Autodiff. In: a forward pass as a Program. Out: the same Program, followed by its backward pass.
 
 Reverse-mode differentiation over a list of operations (Griewank and Walther, Evaluating Derivatives, 2008). Nodes are
-visited in reverse program order, and a value's cotangents are added in the order in which they arise: that is the
-order in which eager PyTorch's engine runs and adds, so the sums have the same bits. This module knows no derivative of
-any operation; rules come from the registry and are recorded like any other tensor code.
+visited in reverse order, and a value's cotangents are added in the order in which they are made. Eager PyTorch's engine
+runs and adds in the same order, so the sums have the same bits. This module knows no derivative of any operation: rules
+come from the registry and are recorded like any other tensor code.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from undertow.rules.registry import Call, find_op
 
 aten = torch.ops.aten
 
-# What PyTorch does not compute where an argument is a ZeroTensor, one that it knows to be zero without memory: the
-# product with a negative number, or with an infinite one, is zero as well.
+# PyTorch does not compute these where an argument is a ZeroTensor: a tensor without memory that it knows to be zero.
+# Its product with a negative or an infinite number is zero as well.
 _STAY_ZERO = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor)
 
 
@@ -77,7 +77,7 @@ def differentiate(
 def differentiate_everywhere(
     program: Program, outputs: Sequence[Value], wanted: Sequence[Value]
 ) -> tuple[Program, dict[Value, Value]]:
-    """As `differentiate`, and the cotangent of every value on the way, which the Program keeps as outputs."""
+    """As `differentiate`, with the cotangent of every value in between, which the Program has as outputs."""
     backward = _Backward(program, is_composed=False, is_strict=False)
     joint = backward.build(outputs, wanted, is_cleaned=False)
     cotangents = backward.complete | {item.input: item.value for item in joint.gradients if item.value is not None}
@@ -85,7 +85,7 @@ def differentiate_everywhere(
 
 
 def backward_as_forward(program: Program, outputs: Sequence[Value]) -> Program:
-    """A Program whose forward pass is the whole of `program`, cotangents being arguments: to differentiate it again."""
+    """A Program whose forward pass is all of `program`, with cotangents as arguments: to differentiate it again."""
     return replace(
         program,
         inputs=program.inputs + program.cotangents,
@@ -113,7 +113,7 @@ class _Backward(Recorder):
         self.complete: dict[Value, Value] = {}
         self.generator_states: dict[Node, Node] = {}
         self.active: set[Value] = set()
-        self.zeros: set[Value] = set()  # which are ZeroTensors in eager: the derivative of sgn, and what comes of it
+        self.zeros: set[Value] = set()  # ZeroTensors in eager: the derivative of sgn, and what is computed from it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._efficientzerotensor.default:
@@ -233,7 +233,7 @@ class _Backward(Recorder):
         vjp = op.composed_vjp if self.is_composed else op.exact_vjp
         if vjp is None:
             return self._pull_back_through_autograd(node, cts)
-        # Defaults are those of what runs: the functional form of an operation may have none.
+        # Defaults are taken from the operation that runs: its functional form may have none.
         assert base is not None and run is not None
         bound = bind_arguments(run, node.args, node.kwargs)
         kwargs = dict(list(bound.items())[len(node.args) :])
@@ -286,13 +286,13 @@ class _Backward(Recorder):
             except MissingRule as error:
                 raise MissingRule(f"{node.origin}: {error}") from error
             except Exception:
-                pass  # it cannot run on fake tensors, as the user's own code; contiguous is the usual layout
+                pass  # it cannot run on fake tensors, as the user's own code may not; contiguous is the usual layout
         is_strided = any(
             item.tensor_type.device.type == "cpu" and not item.tensor_type.is_contiguous for item in inputs
         )
         if is_strided and not _differentiated(node.operation).runs_user_code:
             _, found = self.run_on_zeros(pull_back, fake_args, {}, (None, found))
-        # Without a dependence, as of an empty product, eager leaves the gradient out: it is no tensor of zeros.
+        # Without a dependence, as in an empty product, eager has no gradient, and not a tensor of zeros.
         reached = {index: fake for index, fake in zip(positions, found, strict=True) if fake is not None}
         if not reached:
             return []
@@ -301,7 +301,7 @@ class _Backward(Recorder):
         return self._emit(target, (*args, state), [inputs[index] for index in reached], list(reached.values()))
 
     def _is_differentiable_by_autograd(self, node: Node) -> bool:
-        """Whether PyTorch has a derivative for it; some operations that only move numbers lack one for complex ones."""
+        """Whether PyTorch has a derivative for it; some that only move elements have none for complex ones."""
         with self.on_fakes(), torch.enable_grad():
             tensors = {
                 value: self.tensor(value).fake.detach().requires_grad_(value in self.active)
@@ -342,7 +342,7 @@ class _Backward(Recorder):
         return tuple(nodes)
 
     def _spread(self, argument: Any, ct: Any) -> list[tuple[Value, torch.Tensor]]:
-        """The Values in an argument with what is to be added to their cotangents."""
+        """The Values in an argument, each with what has to be added to its cotangent."""
         if isinstance(argument, Value):
             return [(argument, conform(ct, argument.type))] if ct is not None and argument in self.active else []
         if not isinstance(argument, tuple) or ct is None:
@@ -359,10 +359,10 @@ class _Backward(Recorder):
         self.num_in_storage[self.traced(ct).alias.storage] += 1
 
     def _is_added_into(self, ct: torch.Tensor) -> bool:
-        """Whether eager adds the next cotangent into this one: the sum then lies as this one does.
+        """Whether eager adds the next cotangent into this one: the sum then has this one's strides.
 
-        It does where nothing else holds the tensor or its memory. Views hold what they are views of, and a tensor of
-        the forward pass is held by whoever saved it.
+        Eager does so where nothing else holds the tensor or its memory. Views hold the tensor that they view, and an
+        operation that saved a tensor of the forward pass holds it.
         """
         traced = self.traced(ct)
         value, storage = self.value_of(traced), traced.alias.storage

@@ -1,9 +1,9 @@
 """What of a model, besides its arguments, decides which operations run.
 
 In: the model, at every call. Out: a key, equal for calls that may share a capture: submodules, Python attributes,
-hooks, the types of tensors, grad mode, autocast and PyTorch's own settings. Most calls find everything as the last one
-did, so all that modules hold, and what is in their containers and settings objects, is compared by identity in one go;
-keys are built anew only where something was replaced.
+hooks, the types of tensors, grad mode, autocast and PyTorch's own settings. At most calls nothing has changed since the
+last one. So what modules hold, and what is in their containers and settings objects, is first compared by identity, all
+at once. Keys are made again only where something was replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from undertow.record.lazy_modules import refuse_lazy
 
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
 _CONTAINERS = frozenset((tuple, list, set, dict))
-_MAX_CONTAINER = 64  # longer ones are taken as they were
+_MAX_CONTAINER = 64  # longer ones are not looked into
 _ATOMS = frozenset(ATOMS)
 _GROUPS = (
     "_parameters",
@@ -58,7 +58,7 @@ class _Frozen:
 
 
 class _Contents:
-    """What is in some objects, by identity, as it was last seen.
+    """The parts of some objects, by identity, as they were last seen.
 
     `reads` pairs each object with the function that lists its parts; `sized` are those whose length has to stay.
     """
@@ -73,7 +73,7 @@ class _Contents:
         self._lengths = list(map(len, sized))
 
     def are_same(self) -> bool:
-        """Whether each has the very same parts."""
+        """Whether each still has the same parts, by identity."""
         if list(map(len, self._sized)) != self._lengths:
             return False
         try:
@@ -83,7 +83,7 @@ class _Contents:
 
 
 class _Watched:
-    """The attributes of one module as they were last seen; of those in `assigned`, only numbers and the like."""
+    """The attributes of one module as they were last seen; of those in `assigned`, only numbers, texts and flags."""
 
     __slots__ = ("_length", "_parts", "atoms", "attributes", "groups", "others", "read")
 
@@ -93,7 +93,7 @@ class _Watched:
         shown = [(name, item, _is_fixed(item)) for name, item in self.attributes.items() if name not in _INTERNAL]
         self.atoms = tuple([(name, structure_key(item) if is_fixed else None) for name, item, is_fixed in shown])
         self.others = [name for name, _, is_fixed in shown if not is_fixed]
-        # By name: a module has a dozen dicts besides, and each object that is touched costs a line of the cache.
+        # By name: a module has a dozen more dicts, and each object that is touched takes a line of the CPU's cache.
         watched = [name for name, _, is_fixed in shown if is_fixed or name not in assigned]
         self.read = itemgetter(*watched, *_GROUPS)
         self._length = len(self.attributes)
@@ -119,7 +119,7 @@ class ModelState:
         self._find_modules()
 
     def mark_assigned(self, attributes: Iterable[tuple[int, str]]) -> None:
-        """Take attributes that forward itself assigns by their structure; each is named by the id of its dict too."""
+        """Compare attributes that forward itself assigns by structure; each is the id of its dict and its name."""
         for owner, name in attributes:
             self._assigned.setdefault(owner, set()).add(name)
         self._find_modules()
@@ -131,7 +131,7 @@ class ModelState:
     def key(self) -> Any:
         """Equal for calls that may share a capture, hashable."""
         if any(_is_fixed(attributes.get(name)) for attributes, name in self._opened):
-            self._find_modules()  # one became a number or the like, or was deleted
+            self._find_modules()  # one became a number, a text or a flag, or was deleted
         elif not self._contents.are_same():
             self._look_again()
         tensors = tuple(
@@ -175,7 +175,7 @@ class ModelState:
 
     def _watch(self, watched: list[_Watched]) -> None:
         self._watched = watched
-        # Parameters that are replaced are found anew in these at every call; the dicts themselves hardly ever change.
+        # Every call looks up parameters in these, so they may be replaced; the dicts themselves hardly ever change.
         self.modules = dict(self.modules)
         parameters, buffers, _, *hook_groups = zip(*(item.groups for item in watched), strict=True)
         self._parameter_views = [group.values() for group in parameters if group]
@@ -187,7 +187,7 @@ class ModelState:
         self._lasting = _Frozen((self._children, self._atoms, self._look_into_others(), hooks))
 
     def _look_into_others(self) -> tuple[Any, ...]:
-        """The keys of attributes that are no atoms, None for those that are looked into at every call."""
+        """The keys of attributes that are not atoms, None for those that are looked into at every call."""
         self._opened: list[tuple[dict[str, Any], str]] = []
         keys: list[Any] = []
         found: dict[int, Any] = {}
@@ -240,7 +240,7 @@ def _has_settings(item: Any) -> bool:
 
 
 def _reader_of(item: Any) -> Callable[[Any], Iterable[Any]] | None:
-    """What lists the parts of an attribute on which its key depends, if any."""
+    """The function that lists the parts of an attribute on which its key depends, if any."""
     if _is_short(item):
         return _names_and_values if type(item) is dict else iter
     if type(item) in _CONTAINERS:
@@ -266,7 +266,7 @@ def _part_key(part: Any) -> Any:
 
 
 def _attribute_key(item: Any, is_known: bool) -> Any:
-    """Containers and settings by what they hold, others by identity; those settings that are known not once more."""
+    """Containers and settings by what they hold, others by identity; settings that are known are not read again."""
     if _is_short(item):
         if type(item) is dict:
             return tuple((name, _part_key(part)) for name, part in item.items())

@@ -21,9 +21,9 @@ from undertow.terms import Terms
 
 
 class _Forward:
-    """The forward of a planned module; it stands before one that the model had as an attribute of its own.
+    """The forward of a planned module. It overrides a forward that the model had as an attribute of its own.
 
-    One that is assigned later, such as a wrapper of a trainer, stands before this one.
+    A forward that is assigned later, such as a trainer's wrapper, overrides this one.
     """
 
     def __init__(self, function: Callable[..., Any], replaced: Any) -> None:
@@ -69,7 +69,7 @@ def make_planned(model: torch.nn.Module, terms: Terms, is_strict: bool = False) 
         "undertow_runner": runner,
         "plan": property(lambda self: runner.plan),
     }
-    # The base is set afterwards: making a subclass would call the model's own __init_subclass__, which may register it.
+    # The base is set afterwards: making a subclass would call the model's __init_subclass__, which may register it.
     metaclass: Any = type(kind)
     planned_kind = metaclass(kind.__name__, (torch.nn.Module,), namespace)
     planned_kind.__bases__ = (kind,)

@@ -1,8 +1,8 @@
 """The runner: finds or makes the capture that fits a call, and runs it.
 
 In: a Request and the arguments of a call. Out: what the model returns, with the derived backward pass attached. Calls
-are told apart by all that may change what was recorded: structure and types of the arguments, the state of the model,
-what branches on tensor values found.
+are told apart by everything that may change what is recorded: structure and types of the arguments, the state of the
+model, and the values that branches found.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from undertow.record.python_state import state_put_back
 from undertow.record.traced_tensor import TracedTensor
 from undertow.runtime.step import Pattern, Run, Step, attach_backward, place_among_outputs
 
-MAX_OUTCOMES = 64  # ways through a model's branches on tensor values
+MAX_OUTCOMES = 64  # paths through a model's branches on tensor values
 MAX_CAPTURES = 32  # shapes, dtypes, modes
-MAX_PREPARED = 4  # evaluations of which the prepared weights are held at the same time
-# How much a call counts after the next one, when variants are tried in the order of their frequency: that of draws at
-# random is known from some twenty calls, and a branch that changes with the phase of training followed after a dozen.
+MAX_PREPARED = 4  # evaluations whose prepared weights are held at the same time
+# Variants are tried by how often they were used. A use counts this much less after each later call: some twenty calls
+# then tell the frequency of a random branch, and a dozen follow a branch that changes with the phase of training.
 KEPT_SHARE = 0.95
-MAX_OUTSIDE_STATES = 2  # of something outside the model, until it counts as it was when it was captured
-MAX_NEW_STATES = 8  # captures in a row that each leave the model in a Python state of its own
-# One thread at a time: recording walks over all objects, and a tuple that another thread is building would be among
-# them, which Python answers with a SystemError there.
+MAX_OUTSIDE_STATES = 2  # of a place outside the model; one with more is ignored, and counts as it was when recorded
+MAX_NEW_STATES = 8  # captures in a row that each leave the model in a new Python state
+# One thread at a time: recording walks over all objects. If it meets a tuple that another thread is still building,
+# Python raises a SystemError in that thread.
 _PLANNING = threading.RLock()
 
 
 class Variant:
-    """One captured way through the model, ready to run with and without gradients."""
+    """One captured path through the model, ready to run with and without gradients."""
 
     def __init__(self, request: Request, captured: Captured) -> None:
         self._request = request
         self.captured = captured
         self.differentiable = differentiable_outputs(captured.program)
         self.pattern = expected_pattern(request, captured)
-        self.share = 0.0  # of the latest calls, how many took this way
+        self.share = 0.0  # how many of the latest calls took this path
         self._steps: dict[Pattern, Step] = {}
         self.places: dict[Step, _Places] = {}
 
@@ -74,7 +74,7 @@ class Variant:
 
 
 class _Followed:
-    """A place beyond the model's own attributes that the forward pass assigned, such as a flag of a class."""
+    """A place outside the model's own attributes to which the forward pass assigned, such as a flag of a class."""
 
     def __init__(self, assignment: Any) -> None:
         self.place = assignment.place
@@ -87,7 +87,7 @@ class _Followed:
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether it changes at every call and is none of the model's, as a log is."""
+        """Whether it changes at every call and does not belong to the model, as with a log."""
         return self._is_outside and len(self._found) > MAX_OUTSIDE_STATES
 
     def key(self) -> Any:
@@ -99,13 +99,13 @@ _PREPARED = object()  # stands for the prepared weights of a call
 
 
 class _Places:
-    """Where the inputs of a step are found at every call, as long as the model has these modules."""
+    """Where to find the inputs of a step at every call, as long as the model has these modules."""
 
     def __init__(self, captured: Any, step: Step, modules: dict[str, torch.nn.Module]) -> None:
         self.modules = modules
         place_of: Callable[[Input], Any] = lambda item: captured.place_of(item, modules)  # noqa: E731
-        behind = step.preparation.inputs if step.preparation is not None else ()
-        self._behind: list[tuple[Any, Any]] = [place_of(item) for item in behind]
+        sources = step.preparation.inputs if step.preparation is not None else ()
+        self._sources: list[tuple[Any, Any]] = [place_of(item) for item in sources]
         self._places: list[tuple[Any, Any]] = [
             (_PREPARED, item.value) if item.kind is InputKind.PREPARED else place_of(item)
             for item in step.program.inputs
@@ -115,7 +115,7 @@ class _Places:
         """The inputs, of a call with these tensors."""
         if step.preparation is None:
             return [(tensors if holder is None else holder)[key] for holder, key in self._places]
-        weights = [(tensors if holder is None else holder)[key] for holder, key in self._behind]
+        weights = [(tensors if holder is None else holder)[key] for holder, key in self._sources]
         prepared = step.preparation.values(weights)
         holders = ((prepared if holder is _PREPARED else holder, key) for holder, key in self._places)
         return [(tensors if holder is None else holder)[key] for holder, key in holders]
@@ -129,7 +129,7 @@ class Runner:
         self._variants: OrderedDict[Any, list[Variant]] = OrderedDict()
         self._last_lookup: tuple[Any, list[Variant]] = (), []  # comparing with it is cheaper than hashing
         self._last: Variant | None = None
-        self._prepared: list[Step] = []  # those that hold prepared weights, the last used behind
+        self._prepared: list[Step] = []  # steps that hold prepared weights, the last used at the end
         self._last_run: Step | None = None  # the only one that may hold an arena or a CUDA graph
         self._num_new_states = 0
         self._followed: list[_Followed] = []  # what forward was seen to assign beyond the model's attributes
@@ -146,7 +146,7 @@ class Runner:
         return self._state.parameters()
 
     def forget(self) -> None:
-        """Capture and plan every call anew."""
+        """Forget all captures: every call is captured and planned again."""
         self._variants.clear()
         self._last_lookup = (), []
 
@@ -180,7 +180,7 @@ class Runner:
             except GuardMiss as miss:
                 if not fitting:
                     raise CaptureError(
-                        f"a branch on a tensor's value went another way when it was run than when it was captured "
+                        f"a branch on a tensor's value took another path when it was run than when it was captured "
                         f"(guard {miss.index} found {miss.found!r}): its operations do not repeat"
                     ) from None
                 seen = (*variant.captured.outcomes[: miss.index], miss.found)
@@ -225,7 +225,7 @@ class Runner:
 
     def _add(self, variants: list[Variant], args: Any, kwargs: Any) -> Variant:
         try:
-            # Hooks on saved tensors, such as those of torch.utils.checkpoint, are for what runs, not for recording it.
+            # Hooks on saved tensors, such as torch.utils.checkpoint's, are for what runs, not for recording it.
             keep_hooks_out = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
             with _PLANNING, unwatched(), keep_hooks_out:
                 captured = record(self.request, args, kwargs)
@@ -241,7 +241,7 @@ class Runner:
         if len(variants) >= MAX_OUTCOMES:
             guards = [node for node in captured.program.nodes if node.operation.is_guard]
             raise TooManyOutcomes(
-                f"branches on tensor values, or numbers read from them, went more than {MAX_OUTCOMES} ways, the last "
+                f"branches on tensor values, or numbers read from them, took more than {MAX_OUTCOMES} paths, the last "
                 f"at {guards[-1].origin}: make the branch part of the computation (torch.where), move it out of the "
                 f"model, or leave this part of the model unplanned; BatchNorm with momentum=None reads another number "
                 f"at every step: give it a momentum"
@@ -263,14 +263,14 @@ class Runner:
                 known.see(item)
                 continue
             self._followed.append(_Followed(item))
-            # What was captured before was captured for the place as it was.
+            # Earlier captures were made for what was in the place before.
             self._variants = OrderedDict(
                 ((*key[:-1], (*key[-1], item.before)), variants) for key, variants in self._variants.items()
             )
             self._last_lookup = (), []
 
     def _refuse_ever_new_states(self, captured: Any) -> None:
-        """A model that counts its own calls would be captured anew at every one of them."""
+        """Raise if every call leaves a new state: a model that counts its calls would be captured at each of them."""
         names = [item.path for item in captured.assignments if not item.has_tensors and not item.is_outside]
         self._num_new_states = self._num_new_states + 1 if names else 0
         if self._num_new_states > MAX_NEW_STATES:
@@ -280,7 +280,7 @@ class Runner:
             )
 
     def _fail_as_eager_does(self, args: Any, kwargs: Any) -> None:
-        """Run the model itself, so that a wrong call gives eager's own error; leaves generator and state alone."""
+        """Run the model itself, so that a wrong call gives eager's own error; generator and state are put back."""
         buffers = [(buffer, buffer.clone()) for buffer in self.request.model.buffers()]
         state = torch.get_rng_state()
         try:
@@ -292,7 +292,7 @@ class Runner:
                 buffer.data.copy_(before)
 
     def _inputs(self, variant: Variant, step: Step, tensors: list[torch.Tensor]) -> list[Any]:
-        """The tensors behind a step's inputs, prepared weights among them."""
+        """The tensors that a step's inputs stand for, prepared weights included."""
         modules = self._state.modules
         if step not in variant.places or variant.places[step].modules is not modules:
             variant.places[step] = _Places(variant.captured, step, modules)
@@ -342,26 +342,26 @@ class Runner:
         found = {id(tensor): tensor for _, tensor in tensors_in((result, assigned)) if tensor.requires_grad}
         places = [place_among_outputs(tensor) for tensor in found.values()]
         pattern = self._last.pattern
-        # A hook of the user's may have made something else of an output.
+        # One of the user's hooks may have replaced an output.
         return [tensor for tensor, place in zip(found.values(), places, strict=True) if place is None or pattern[place]]
 
     def release_memory(self) -> None:
-        """Let go of what the step that ran last holds between calls: its arena, its CUDA graph."""
+        """Free what the step that ran last holds between calls: its arena, its CUDA graph."""
         if self._last_run is not None:
             self._last_run.release_memory()
 
     def release_arena(self) -> None:
-        """Let go of the arena until the next call, and of nothing else."""
+        """Free the arena until the next call, and nothing else."""
         if self._last_run is not None:
             self._last_run.arena.release()
 
     def persistent_tensors(self) -> list[torch.Tensor]:
-        """What is held between calls for the next one, apart from what the model holds."""
+        """What is held between calls, apart from what the model holds."""
         return [] if self._last_run is None else self._last_run.arena.tensors
 
     def _release_others(self, step: Step, needs_gradient: bool) -> None:
-        """Let go of other steps' arenas and CUDA graphs, and of their prepared weights: all where gradients or a budget
-        need the memory, else the oldest.
+        """Free other steps' arenas and CUDA graphs, and their prepared weights: all of these where gradients or a
+        budget need the memory, else the oldest.
         """
         if self._last_run is not step:
             self.release_memory()

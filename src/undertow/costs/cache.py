@@ -1,10 +1,11 @@
 """Measured costs on disk, one file per machine and version, under the user's cache folder.
 
-A cost that was kept stands: whoever measures it a second time takes what is there. Plans of other processes and later
-days are then made from the same numbers, and the least memory that one of them stated is the least for all. Processes
-that share the file take turns at it, by a lock beside it. What this process measured it also remembers itself.
+A cost in the file is never changed: a process that measures it a second time uses the cost in the file. So plans of
+other processes and later days are made from the same numbers, and state the same least memory. Processes that share
+the file take turns, with a lock file beside it. A process also remembers what it measured itself.
 
-A cache is a convenience: one that cannot be read is measured anew, one that cannot be written is reported and left.
+Nothing depends on the cache. If it cannot be read, costs are measured again. If it cannot be written, there is a
+warning, and planning goes on.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from filelock import FileLock, Timeout
 from undertow.cache import cache_folder, write_whole
 from undertow.ir.cost import Cost, read_cost
 
-MAX_FILE_BYTES = 64 << 20  # a file from elsewhere is not read without end
-MAX_COSTS = 1 << 16  # inputs that change shape at every step would fill the disk
+MAX_FILE_BYTES = 64 << 20  # a larger file was not written here, and is not read
+MAX_COSTS = 1 << 16  # otherwise inputs that change shape at every step would fill the disk
 LOCK_TIMEOUT_S = 10.0  # reading and writing the largest file takes a second
-# Raised where a kernel of our own comes to take another time or workspace: older measurements are left aside.
+# Raised when one of our kernels changes its time or its workspace: older measurements are then ignored.
 KERNELS = 3
 
 
@@ -52,7 +53,7 @@ def load_costs(path: Path) -> dict[str, Cost]:
 
 
 def keep_costs(path: Path, measured: dict[str, Cost]) -> dict[str, Cost]:
-    """Add what was measured to a file. Returns the costs of the same operations that count from now on."""
+    """Add what was measured to a file. Returns, for the same operations, the costs to use from now on."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S):
@@ -71,7 +72,7 @@ def _add_new(known: dict[str, Cost], measured: dict[str, Cost]) -> dict[str, Cos
 
 
 def _read(path: Path) -> dict[str, Cost]:
-    """The costs in a file; none if there is no such file, or anything in it that was not written here."""
+    """The costs in a file; none if there is no such file, or if it holds anything that was not written here."""
     try:
         if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
             return {}

@@ -1,9 +1,10 @@
 """The time and the workspace of operations, measured one by one on the device where they will run.
 
-In: nodes. Out: a Cost per signature. Arguments are made up: numbers that are probabilities too, zeros for indices. What
-cannot be run alone (a custom Function's derivative reads a context; a guard raises) is left to the model of `ops.work`.
+In: nodes. Out: a Cost per signature. Arguments are made up: numbers between 0.5 and 1, which can be probabilities,
+and zeros for indices. Some nodes cannot run alone (a custom Function's derivative reads a context; a guard raises).
+Their cost comes from the model in `costs/work.py`.
 
-Workspace is what a kernel allocates beyond its outputs. Where a kernel refuses what was made up, it is assumed.
+Workspace is what a kernel allocates beyond its outputs. Where a kernel refuses made-up arguments, it is assumed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from undertow.memory.destinations import assumed_workspace
 from undertow.ops.interpret import bind_arguments_of
 from undertow.ops.modes import below_autograd
 
-# Repeat until this much time is spent on an operation. The least time counts: others are disturbed ones.
+# Repeat until this much time is spent on an operation. The least time counts: the others were disturbed.
 MEASURE_NS = 20_000_000
 MIN_REPEATS = 2
 MAX_REPEATS = 20
@@ -49,16 +50,16 @@ def model_cost(node: Node) -> Cost:
 
 
 def unmeasured_cost(node: Node) -> Cost:
-    """The cost of a node that was to be measured and was not: a kernel that refused may take memory all the same."""
+    """The cost of a node that could not be measured: a kernel that refused may still need workspace in a step."""
     workspace_bytes = assumed_workspace(node) if _can_run_alone(node) else 0
     return replace(model_cost(node), workspace_bytes=workspace_bytes)
 
 
 def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], live: Mapping[str, Any], watch: Watch = iter) -> int:
-    """Add to `known` the cost of every node that can be run alone and is not there yet; returns how many those were.
+    """Add to `known` the cost of every node that can run alone and is not there yet; returns how many were added.
 
-    One operation at a time, on nothing but its own tensors: a step that fits holds more than that. `watch` goes through
-    what is to be timed, and may show how far it is.
+    One operation at a time, with only its own tensors: a step that fits holds more than that. `watch` iterates over
+    what is to be timed, and may show progress.
     """
     missing = {key: node for node in nodes if (key := signature(node)) not in known and _can_run_alone(node)}
     if not missing:
@@ -81,7 +82,7 @@ def _can_run_alone(node: Node) -> bool:
 def _prepare(node: Node, live: Mapping[str, Any]) -> tuple[Callable[[], Any], dict[int, int]]:
     """A call of the node on made-up tensors, and the memory that these lie in.
 
-    Of masks so many elements are true that the outputs get the shapes they were recorded with.
+    Masks get as many true elements as give the outputs their recorded shapes.
     """
     if any(value.tensor_type.dtype is torch.bool for value in node.inputs):
         kinds = [value.tensor_type for value in (*node.inputs, *node.named_outputs)]
@@ -96,7 +97,7 @@ def _makes_what_was_recorded(node: Node, call: Callable[[], Any]) -> bool:
     try:
         with below_autograd(), torch.enable_grad():
             outputs = flatten_outputs(call())
-    except (RuntimeError, IndexError):  # made-up numbers need not make sense to every kernel, nor need they fit
+    except (RuntimeError, IndexError):  # made-up numbers may make no sense to a kernel, or have no room
         return False
     pairs = [(made, value) for made, value in zip(outputs, node.outputs, strict=False) if value is not None]
     return all(made is not None and tuple(made.shape) == value.tensor_type.shape for made, value in pairs)
@@ -147,7 +148,7 @@ def _measure_workspace(nodes: Sequence[Node], live: Mapping[str, Any]) -> list[i
         value.tensor_type.device.type == "cuda" for node in nodes for value in node.named_outputs
     ):
         return [_measure_workspace_cuda(node, live) for node in nodes]
-    with watch_memory():  # arguments are then known to the profiler, which warns of unknown memory that is given back
+    with watch_memory():  # the profiler then knows the arguments; it warns when memory is freed that it does not know
         return [_measure_workspace_cpu(node, live) for node in nodes]
 
 
@@ -170,7 +171,7 @@ def _storages(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int]:
-    if tensor.is_mkldnn:  # oneDNN's own layouts have no storage that PyTorch would show
+    if tensor.is_mkldnn:  # PyTorch shows no storage of oneDNN's own layouts
         return torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
@@ -180,7 +181,7 @@ def _measure_workspace_cuda(node: Node, live: Mapping[str, Any]) -> int | None:
     call, _ = _prepare(node, live)
     with below_autograd(), torch.enable_grad():
         try:
-            call()  # what a kernel takes for itself at its first run, it keeps
+            call()  # a kernel keeps what it allocates for itself in its first run
             with watch_memory(is_cuda=True) as usage:
                 outputs = call()
         except (RuntimeError, IndexError):

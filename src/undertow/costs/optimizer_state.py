@@ -1,8 +1,8 @@
 """The bytes of an optimizer's state. In: a torch.optim optimizer and the parameters that get gradients. Out: a count.
 
 State that exists is counted. Where there is none yet, a copy of the optimizer takes one step on parameters without
-data, and what that step creates is counted: the optimizer itself says what it keeps, whichever it is. An optimizer that
-reads values steps on one parameter after another instead.
+data, and what that step makes is counted. This works for any optimizer. An optimizer that reads values cannot step
+without data: its copy steps on one real parameter after another.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def count_optimizer_state(
 
 
 def _count_one_by_one(optimizer: torch.optim.Optimizer, reached: set[int]) -> int | None:
-    """As above with data, for one parameter at a time: no more memory than its update needs."""
+    """The same with data, one parameter at a time, so that it takes no more memory than one update."""
     total = 0
     known: dict[Any, int] = {}
     for parameter in _parameters(optimizer):
@@ -78,9 +78,9 @@ def _count(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _copy_with(optimizer: torch.optim.Optimizer, twins: dict[int, Any]) -> torch.optim.Optimizer:
-    # deepcopy takes a parameter that the memo knows for copied already.
+    # deepcopy takes what is in the memo as already copied.
     copied = copy.deepcopy(optimizer, twins)
     for group in copied.param_groups:
-        # These choose kernels that run on real tensors only; the state is the same.
+        # These settings choose kernels that run only on real tensors; the state is the same without them.
         group.update({name: False for name in ("fused", "capturable") if name in group})
     return copied

@@ -22,7 +22,7 @@ CostOf = Callable[[Node], Cost]
 
 
 def find_costs(nodes: Sequence[Node], terms: Terms, live: Mapping[str, Any]) -> CostOf:
-    """The cost of nodes such as these; what `terms` want measured is measured now."""
+    """A function that gives the cost of these nodes; what `terms` ask to measure is measured now."""
     known = terms.table
     parts = {node: node.operation.parts(node, live) for node in nodes if node.operation.parts is not None}
     nodes = [*nodes, *(part for found in parts.values() for part in found.nodes)]
@@ -55,13 +55,13 @@ def _measure_unknown(nodes: Sequence[Node], known: dict[str, Cost], live: Mappin
     given = dict(known)
     keys = {signature(node) for node in nodes}
     known.update({key: cached[key] for key in keys if key in cached and key not in given})
-    # A given table may come from another machine: what is kept for this one is what was measured here.
+    # A given table may come from another machine. The cache of this machine gets only what was measured here.
     if measure_costs(nodes, known, live, _show_progress):
         known.update(keep_costs(path, {key: known[key] for key in known if key not in given and key not in cached}))
 
 
 def _show_progress(items: list[Any]) -> Iterable[Any]:
-    """Go through what is to be timed, with a bar where somebody watches: the first plan on a machine takes longest."""
+    """Iterate over what is to be timed, with a bar on a terminal: the first plan on a machine takes longest."""
     if not sys.stderr.isatty():
         return items
     from rich.console import Console

@@ -1,10 +1,10 @@
-"""How much memory some code takes at once, as the allocator saw it.
+"""How much memory some code takes at once, as the allocator sees it.
 
-On the CPU PyTorch tells its profilers of every allocation, also of those inside kernels. The oldest of them is asked,
-the one behind `torch.autograd.profiler_legacy`: it starts in microseconds and says nothing, while the one behind
-`torch.profiler` writes two lines to stderr whenever it runs. On CUDA the allocator keeps its maximum itself.
+On the CPU PyTorch tells its profilers of every allocation, also of those inside kernels. The one used here is the
+oldest, `torch.autograd.profiler_legacy`: it starts in microseconds and prints nothing, while `torch.profiler`
+writes two lines to stderr whenever it runs. On CUDA the allocator keeps its maximum itself.
 
-Watches nest: the outer one counts what is left of the inner one's memory, and not its peak.
+Watches nest: the outer one counts the memory that the inner one leaves allocated, and not its peak.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _CpuWatch(_Watch):
     def start(self) -> None:
         if _autograd._profiler_enabled():
             raise CallError(
-                "memory is measured with PyTorch's profiler, which can run once only, and it is running: plan and "
+                "memory is measured with PyTorch's profiler, which is already running and cannot run twice: plan and "
                 'measure before profiling, or plan with costs="model"'
             )
         self._backward_pass = torch._C._current_graph_task_id()
@@ -62,7 +62,7 @@ class _CpuWatch(_Watch):
     def stop(self) -> None:
         if torch._C._current_graph_task_id() != self._backward_pass:  # which puts the profiler back when it ends
             raise UndertowError(
-                "the peak could not be measured: a planned module was planned anew inside the backward pass, since "
+                "the peak could not be measured: a planned module was planned again inside the backward pass, since "
                 "gradients came from other outputs than expected; measure that module alone"
             )
         # A list per thread: autograd may run a part of a backward pass in another one.
@@ -112,7 +112,7 @@ def watch_memory(is_cuda: bool = False) -> Iterator[Usage]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Leave the peak of what runs inside out of a watch that is running: planning is no part of a step."""
+    """Exclude the peak of what runs inside from a watch that is running: planning is not part of a step."""
     if _RUNNING.watch is None:
         yield
         return

@@ -1,14 +1,14 @@
 """What one operation costs: arithmetic, memory traffic, energy. In: a node of a Program. Out: its Work.
 
 Flops are the multiplications and additions of matrix products and convolutions, by PyTorch's own formulas
-(`torch.utils.flop_counter`) and by those below where PyTorch has none or a wrong one. Every other operation counts one
-element operation per element of its largest tensor, read or written, and is kept apart: the two differ by orders of
-magnitude in what they cost. Views and allocations cost nothing.
+(`torch.utils.flop_counter`), or by the formulas below where PyTorch has none or a wrong one. Every other operation
+counts one element operation per element of its largest tensor, read or written. These are counted separately, because
+a flop and an element operation differ by orders of magnitude in cost. Views and allocations cost nothing.
 
-Every argument is read from memory once and every output written once: caches that hold a tensor from one operation to
-the next are not modelled, so bytes and energy are upper bounds; workspace inside kernels is not seen, so they are not
-strict ones. What runs inside a custom autograd Function, or inside the derivative of an operation that has no rule and
-runs on real tensors only, is not seen: it counts like one elementwise operation.
+Every argument is counted as read from memory once, and every output as written once. Caches that hold a tensor from one
+operation to the next are not modelled, so bytes and energy are upper bounds, except for workspace inside kernels, which
+is not counted. What runs inside a custom autograd Function is not seen, nor what runs inside the derivative of an
+operation that has no rule and needs real tensors: each counts as one elementwise operation.
 """
 
 from __future__ import annotations
@@ -124,15 +124,15 @@ def _count_flops(operation: Operation, args: Any, kwargs: dict[str, Any], output
     return None if formula is None else formula(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else outputs)
 
 
-# The cotangents of a convolution's input and of its weight cost as much as the convolution itself: every weight meets
-# every position once. PyTorch's formula for the latter leaves out the groups and counts that many times too much.
+# The cotangents of a convolution's input and of its weight each cost as much as the convolution: every weight is used
+# once for every output pixel. PyTorch's formula for the weight ignores groups, and counts that many times too much.
 def _convolution_backward(ct: Any, input: Any, weight: Any, *rest: Any) -> int:
     transposed, output_mask = rest[4], rest[7]
     positions = math.prod((input if transposed else ct).shape[2:])
     return 2 * ct.shape[0] * positions * weight.numel() * sum(output_mask[:2])
 
 
-# A recurrent layer multiplies every weight matrix with every element of the sequence; biases are no matrices.
+# A recurrent layer multiplies every weight matrix with every element of the sequence; biases are not matrices.
 def _recurrent(input: Any, *rest: Any) -> int:
     matrices = [tensor for tensor in _tensors(rest[:4]) if tensor.dim() == 2]
     return 2 * math.prod(input.shape[:-1]) * sum(matrix.numel() for matrix in matrices)
@@ -160,8 +160,8 @@ _SAME_AS = {
 
 
 def _work_through_autograd(node: Node) -> Work | None:
-    """Counted by taking the derivative on tensors without data, the operation's second run included."""
-    # Without the generator state, which has no place among tensors without data.
+    """The work of taking the derivative on tensors without data, the operation's second run included."""
+    # Without the generator state, since tensors without data need none.
     args = (*node.args[:-1], None)
     with _disable_current_modes(), FakeTensorMode(), _Counter() as counter:
         try:
@@ -214,6 +214,6 @@ def _tensors(arguments: Any) -> list[torch.Tensor]:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    """What an operation touches of a tensor: neither gaps between strides, nor an expanded element twice."""
+    """The bytes of a tensor that an operation touches: without gaps between strides, expanded elements once."""
     span = TensorType.of(tensor).num_bytes
     return min(span, tensor.numel() * tensor.element_size())

@@ -1,13 +1,14 @@
 """`check_plan`: replays a Plan from its own tables and raises PlanError unless it is sound.
 
-It shares no code with the planner, nor with the runtime: what is alive, what was overwritten and where bytes lie is
-found here once more, from the nodes and the tables. A sound plan computes what its base Program computes, reads nothing
-that was freed or overwritten, repeats random operations under the state they had, and holds at every moment the bytes
-it says it holds, within its budget and without overlap.
+It shares no code with the planner or the runtime. It works out for itself, from the nodes and the tables, what is
+alive, what was overwritten and where bytes lie. A sound plan computes what its base Program computes. It reads nothing
+that was freed or overwritten, and repeats random operations under the state they had. At every moment it holds exactly
+the bytes that it states, within its budget and without overlap.
 
-Not checked: that an operation of Undertow's own (an encoding and its reader) computes what it promises; the tests of
-`ops` do that. Here the code must come from the very value that it replaces. Nor what was measured or counted elsewhere:
-times, workspace, the optimizer's state; inputs may lie in each other's memory, so of each kind the largest counts.
+Not checked is whether an operation of Undertow's own (an encoding and its reader) computes what it promises: the tests
+of `ops` do that. Here a code must come from the value that it replaces, and no more. Not checked either is what was
+measured or counted elsewhere: times, workspace, the optimizer's state. Inputs may share memory, so only the largest
+input of each kind is counted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from undertow.ir.pytorch import in_place_of
 from undertow.ir.types import OpaqueType
 from undertow.ir.values import Value
 
-ALIGNMENT = 64  # bytes: where PyTorch's allocators begin a tensor at the latest, and kernels expect it
+ALIGNMENT = 64  # bytes: PyTorch's allocators begin tensors at a multiple of this, and kernels expect it
 
 
 def check_plan(plan: Plan) -> Plan:
@@ -74,16 +75,16 @@ def _check_held(plan: Plan) -> None:
 
 
 def _check_offsets(plan: Plan) -> None:
-    """Each on a boundary, and none further out than all of them laid end to end."""
-    places = _places(plan)
-    whole = sum(-(-(end - first) // ALIGNMENT) * ALIGNMENT for first, end in places)
-    for first, end in places:
+    """Each offset is on a boundary, and no storage ends beyond the size of all of them laid end to end."""
+    spans = _spans(plan)
+    whole = sum(-(-(end - first) // ALIGNMENT) * ALIGNMENT for first, end in spans)
+    for first, end in spans:
         if first % ALIGNMENT or first < 0 or end > whole:
             raise PlanError(f"a storage lies at byte {first} of {whole}: not on a boundary of {ALIGNMENT}, or outside")
 
 
-def _places(plan: Plan) -> list[tuple[int, int]]:
-    """First byte and byte behind the last of everything in the arena."""
+def _spans(plan: Plan) -> list[tuple[int, int]]:
+    """The first byte of each storage in the arena, and the byte after its last."""
     pairs = zip(plan.tables.offsets, plan.tables.storage_bytes, strict=True)
     return [(first, first + size) for first, size in pairs if first is not None]
 
@@ -95,7 +96,7 @@ class _Replay:
         self.plan, self.program, self.tables = plan, plan.program, plan.tables
         self.present: set[int] = set()
         self.valid: dict[int, set[Value]] = {}  # values that a storage still holds
-        # What was borrowed (a custom Function's context may hold its arguments): who reads the handle reads it too.
+        # What was borrowed (a custom Function's context may hold its arguments): a node that reads the handle reads it.
         self.borrowed = {
             value: node.inputs
             for node in self.program.nodes
@@ -103,10 +104,10 @@ class _Replay:
             if node.operation.borrows and isinstance(value.type, OpaqueType)
         }
         self.lost: dict[Value, str] = {}  # why a value can no longer be read
-        self.placed: list[tuple[int, int, int]] = []  # first byte, byte behind the last, storage; sorted
+        self.placed: list[tuple[int, int, int]] = []  # first byte, byte after the last, storage; sorted
         self.held_bytes = sum(plan.held.values())
         self.outside_bytes = self.held_bytes - plan.held.get(ARENA_GAPS, 0)
-        self.arena_bytes = max((end for _, end in _places(plan)), default=0)
+        self.arena_bytes = max((end for _, end in _spans(plan)), default=0)
         self.inputs = {self.storage(item.value) for item in self.program.inputs}
         self.ends = {self.storage(value): value for value in self.program.ends}
 
@@ -141,7 +142,7 @@ class _Replay:
         for value in self.program.outputs:
             self._check_readable(value, "the end of the forward pass")
         for item in self.program.cotangents:
-            self._bear(item.value, "the cotangent")
+            self._allocate(item.value, "the cotangent")
         if self.program.cotangents:
             for update in self.program.updates:
                 self._check_readable(update.value, "the end of the forward pass")
@@ -160,7 +161,7 @@ class _Replay:
             if self.storage(value) in sources:
                 self._make_valid(value)
             else:
-                self._bear(value, name)
+                self._allocate(value, name)
         found = self.held_bytes + self.tables.workspace_bytes[position]
         if position == len(self.program.nodes) - 1 and not self.program.second_pass:
             cotangents = {self.storage(item.value) for item in self.program.cotangents}
@@ -186,7 +187,7 @@ class _Replay:
     def _make_valid(self, value: Value) -> None:
         self.valid.setdefault(self.storage(value), set()).add(value)
 
-    def _bear(self, value: Value, maker: str) -> None:
+    def _allocate(self, value: Value, maker: str) -> None:
         storage = self.storage(value)
         if storage in self.present:
             others = ", ".join(map(str, sorted(self.valid[storage], key=str)))
@@ -210,8 +211,8 @@ class _Replay:
         for other in self.placed[max(position - 1, 0) : position + 1]:
             if other[0] < entry[1] and entry[0] < other[1]:
                 holder = ", ".join(map(str, sorted(self.valid[other[2]], key=str)))
-                places = f"bytes {entry[0]} to {entry[1]} and {other[0]} to {other[1]}"
-                raise PlanError(f"{value} overlaps {holder} in memory: {places}")
+                spans = f"bytes {entry[0]} to {entry[1]} and {other[0]} to {other[1]}"
+                raise PlanError(f"{value} overlaps {holder} in memory: {spans}")
         insort(self.placed, entry)
 
     def _overwrite(self, storage: int, writer: str, keep: set[Value]) -> None:
@@ -294,11 +295,11 @@ class _Comparison:
         return self._same([node.args[place] for place in rest], [base.args[place] for place in rest])
 
     def _check_state(self, name: str, node: Node, position: int) -> None:
-        """The state must be that from right before the first run, with no other draw in between."""
+        """The state must have been recorded before the first run, with no other draw in between."""
         state = node.args[0]
         maker = self.makers.get(state) if isinstance(state, Value) else None
         if maker is None or maker.task is not Task.RECORD_STATE:
-            raise PlanError(f"{name} is replayed with {state}, which is no recorded generator state")
+            raise PlanError(f"{name} is replayed with {state}, which is not a recorded generator state")
         recorded = self.program.positions[maker]
         first = self.plan.bases.index(self.plan.bases[position])
         draws = [other for other in self.program.nodes[recorded + 1 : first] if other.operation.draws(other)]
@@ -309,7 +310,7 @@ class _Comparison:
     def _check_code(self, name: str, node: Node, covered: list[Node]) -> None:
         """An encoding reads a value that the base makes or reads; a reader or decoder reads a code of such a value.
 
-        A node that does the work of several reads what they read; each feeds one of those that come after it.
+        A node that does the work of several nodes reads what they read; each of these feeds a later one of them.
         """
         if node.operation.overload is not None:
             raise PlanError(f"{name} stands for {covered[0].name}, which is another operation")
@@ -325,11 +326,11 @@ class _Comparison:
             sources = {self.original(source) for source in maker.inputs} if maker is not None else set()
             if not sources or not sources <= wanted:
                 raise PlanError(
-                    f"{name} stands for {covered[0].name} and reads {value}, which is no code of its values"
+                    f"{name} stands for {covered[0].name} and reads {value}, which is not a code of its values"
                 )
 
     def _check_effects(self) -> None:
-        """What is bound to an order (draws and guards, a parameter's gradient) runs once, in the base's order."""
+        """What is in a chain (draws and guards, the uses of a gradient) runs once, in the base's order."""
         chains: dict[str, list[int]] = {}
         for index, node in enumerate(self.base.nodes):
             for chain in node.operation.chains(node):
@@ -382,7 +383,7 @@ class _Comparison:
 
 
 def computes_as(operation: Operation, base: Operation) -> bool:
-    """Whether two operations compute the same: writing over an argument instead of beside it changes no result."""
+    """Whether two operations compute the same: writing over an argument, or into new memory, changes no result."""
     return operation in (base, base.functional_of, in_place_of(base))
 
 

@@ -1,5 +1,5 @@
-"""`remove_unused`: drops nodes nobody reads, and inputs nothing depends on. EXACT: random draws and guards stay,
-and arguments are known as `unread` from then on.
+"""`remove_unused`: drops nodes that nobody reads, and inputs that nothing depends on. EXACT: draws and guards stay, and
+arguments that were dropped are listed in `unread`.
 
 `forget_unread`: outputs that nobody reads lose their names, so that other operations may stand for their makers.
 """
@@ -12,7 +12,7 @@ from undertow.ir import InputKind, Node, Program, Value
 
 
 def remove_unused(program: Program) -> Program:
-    """The Program without nodes and inputs that neither outputs, updates, gradients nor effects depend on."""
+    """The Program without nodes and inputs on which no output, update, gradient or effect depends."""
     needed: set[Value] = set(program.ends)
     needed.update(update.input for update in program.updates)
     needed.update(gradient.input for gradient in program.gradients)

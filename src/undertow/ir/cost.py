@@ -20,21 +20,21 @@ class Cost:
     workspace_bytes: int
 
 
-# An hour in nanoseconds, 4 TiB: more was never measured. The planner adds up such numbers in 64 bits.
+# An hour in nanoseconds, and 4 TiB: nothing measured was ever more. The planner adds such numbers in 64 bits.
 MAX_AMOUNT = 1 << 42
 
 
 def read_cost(pair: Any) -> Cost:
-    """A cost out of a file; raises ValueError where it is none."""
+    """A cost as a file holds it; raises ValueError where it is not a cost."""
     if len(pair) != 2 or not all(type(amount) is int and 0 <= amount <= MAX_AMOUNT for amount in pair):
-        raise ValueError(f"{pair!r} is no cost")
+        raise ValueError(f"{pair!r} is not a cost")
     return Cost(*pair)
 
 
 def signature(node: Node) -> str:
-    """Operation, types of its tensors, and its other arguments: calls that agree in it cost the same.
+    """The operation, the types of its tensors, and its other arguments: calls with equal signatures cost the same.
 
-    How much a mask takes out of a tensor is seen from what comes out.
+    Where a mask selects elements, the types of the outputs say how many.
     """
     parts = [_describe(argument) for argument in node.args]
     parts += [f"{name}={_describe(argument)}" for name, argument in sorted(node.kwargs.items())]

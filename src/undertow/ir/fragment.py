@@ -1,6 +1,6 @@
-"""A fragment: nodes in order that run as one operation, what they read from outside, and what leaves them.
+"""A fragment: a list of nodes that run as one operation, what they read from outside, and what others read of them.
 
-Fragments that do the same with the same types are equal, whatever their values are called.
+Fragments that do the same with the same types are equal, whatever the names of their values.
 """
 
 from __future__ import annotations

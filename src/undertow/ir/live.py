@@ -1,6 +1,6 @@
-"""What is alive while a step runs and is no tensor: an optimizer, a generator of the user's, a custom Function.
+"""Live things: objects that a step uses and that are not data: an optimizer, the user's generator, a custom Function.
 
-A Program is data and names such things; they are bound when a step is made of it (`runtime/code.py`).
+A Program is data and names such things; they are bound when a step is made from it (`runtime/code.py`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """An operation: one record that declares all that any stage needs to know of it, and the registry of these records.
 
-A stage asks the record and guesses nothing, so that a new kind of operation (a collective, a projection after an
-update, a push to a server) is one record and no change to planner, checker, runtime or printer. PyTorch's own
-operations have records too, made from what PyTorch says of them (`pytorch.py`).
+A stage asks the record and guesses nothing. So a new operation (a collective, a projection after an update, a push to
+a server) is one record, and planner, checker, runtime and printer do not change. PyTorch's own operations have records
+too, made from what PyTorch says of them (`pytorch.py`).
 
 Records are found by name. A maker is a function that makes records from plain parameters, such as
-`replayed(operation, device)`; the registry knows its makers, and a record its maker and parameters. That is all a file
-has to hold of an operation.
+`replayed(operation, device)`. The registry knows the makers, and a record knows its maker and parameters. A file holds
+nothing else of an operation.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 COMPUTING = "computing"  # the lane of whatever occupies the device that computes
 
-# Draws and guards, in one chain: what they did is undone when a guard finds another value than was recorded.
+# One chain for draws and guards: when a guard finds another value than was recorded, the draws before it are undone.
 REVERSIBLE = "draws and guards"
 
 
 def nothing(node: Node) -> tuple[Any, ...]:
-    """The default of what a record says of a node."""
+    """The default of a record's function that lists something for a node."""
     return ()
 
 
 def never(node: Node) -> bool:
-    """The default of what a record answers of a node."""
+    """The default of a record's function that answers yes or no for a node."""
     return False
 
 
@@ -45,8 +45,8 @@ def never(node: Node) -> bool:
 class Destination:
     """How an operation is told where to write: `call(*args, **kwargs, name=tensor)` with a name for each output.
 
-    Without names all tensors are given as `out`, in a tuple; where `takes_some`, None stands for one that it makes
-    itself. `fits` says of a node whether it can be called so.
+    Without names all tensors are given as `out`, in a tuple. Where `takes_some`, None stands for a tensor that the
+    operation makes itself. `fits` says whether a node can be called in this way.
     """
 
     call: Callable[..., Any]
@@ -59,24 +59,24 @@ class Destination:
 class Operation:
     """What a node runs. `run` takes the node's arguments and returns its outputs.
 
-    The fields below are what stages ask, by subject; their defaults describe a function of its arguments that makes
+    The fields below are what stages ask, by subject. Their defaults describe a function of its arguments that makes
     new tensors, such as a kernel of our own.
     """
 
     name: str
     run: Callable[..., Any] = field(repr=False)
-    maker: str = ""  # of which maker, from which parameters: how it is found again
+    maker: str = ""  # the maker and the parameters that it comes from: a file names it by them
     parameters: tuple[Any, ...] = field(default=(), repr=False)
-    overload: OpOverload | None = field(default=None, repr=False)  # of PyTorch's own
+    overload: OpOverload | None = field(default=None, repr=False)  # of an operation of PyTorch's own
     returns_tuple: bool = False
 
     # Memory.
     shares: int | None = None  # the input (0 is the first, -1 the last) in whose memory the outputs lie
     is_view: bool = False  # nothing is computed: another look at an argument
     writes: Callable[[Node], tuple[Value, ...]] = field(default=nothing, repr=False)  # the values it overwrites
-    is_fresh: bool = False  # the outputs surely lie in new memory, of their own size
-    borrows: bool = False  # its opaque output (a context, a handle) keeps the arguments in use until it is last read
-    lets_go: bool = True  # it holds on to no argument when it has returned
+    is_fresh: bool = False  # the outputs always lie in new memory, of their own size
+    borrows: bool = False  # its opaque output (a context, a handle) uses the arguments until it is last read
+    releases_arguments: bool = True  # holds no reference to an argument after it has returned
     hands_over: int | None = None  # the argument whose memory becomes the user's
     is_oversized: bool = False  # an output lies at the front of more memory than it needs
     find_destination: Callable[[], Destination | None] = field(default=lambda: None, repr=False)
@@ -95,7 +95,7 @@ class Operation:
     functional_of: Operation | None = field(default=None, repr=False)  # made free of side effects here
     derivative_of: Operation | None = field(default=None, repr=False)  # differentiated here by PyTorch, at run time
     gradient: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)  # (args, *cts) -> a ct per argument
-    shape_only: int | None = None  # the argument of which nothing but the shape is read
+    shape_only: int | None = None  # the argument of which only the shape is read
     second_runs: Callable[[Node], Iterable[Node]] = field(default=nothing, repr=False)  # that make some outputs again
     is_preparation: bool = False  # brings weights into the form that another operation reads
     runs_user_code: bool = False
@@ -111,7 +111,7 @@ class Operation:
     parts: Callable[[Node, Mapping[str, Any]], Parts] | None = field(default=None, repr=False)  # that cost what it does
     settings: str = ""  # what decides on kernels besides the arguments
     flops: Callable[..., int] | None = field(default=None, repr=False)  # (*args) -> of its products
-    reads_elements: bool = True  # False: it looks at the shape of its arguments alone
+    reads_elements: bool = True  # False: it reads only the shape of its arguments
     is_filled: bool = False  # its outputs do not depend on what its first argument holds
     is_gather: bool = False  # reads no more of a table than it returns
     is_empty: bool = False  # makes memory without content
@@ -133,18 +133,18 @@ class Operation:
 
     @cached_property
     def destination(self) -> Destination | None:
-        """How it is told where to write; None where it cannot be. Looked up late: rules say what was compared."""
+        """How it is told where to write; None where it cannot be. Looked up late, when the rules are registered."""
         return self.find_destination()
 
     @property
     def writes_over(self) -> bool:
-        """Whether its result takes the place of an argument."""
+        """Whether its result is written over an argument."""
         return self.shares is not None and self.writes is not nothing
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The cost of an operation as a function of those of some nodes."""
+    """The cost of an operation as a function of the costs of some nodes."""
 
     nodes: Sequence[Node]
     combine: Callable[[Sequence[Cost]], Cost]
@@ -162,7 +162,7 @@ def operation_maker(make: Callable[Parameters, Operation]) -> Callable[Parameter
     @wraps(make)
     def find(*parameters: Parameters.args, **named: Parameters.kwargs) -> Operation:
         if named:
-            raise TypeError(f"{name}: parameters are given by position, they are what a file holds of the operation")
+            raise TypeError(f"{name}: parameters are given by position, because a file holds them as a list")
         key = _with_types(parameters)
         if key not in known:
             known[key] = replace(make(*parameters, **named), maker=name, parameters=parameters)
@@ -193,7 +193,7 @@ def _add_maker(name: str, make: Callable[..., Operation]) -> None:
 def find_operation(maker: str, parameters: Sequence[Any]) -> Operation:
     """The record that `maker` makes from `parameters`; raises ProgramError if there is none."""
     if maker not in _MAKERS:
-        raise ProgramError(f"there is no operation {maker!r} here; it comes from another version, or from elsewhere")
+        raise ProgramError(f"there is no operation {maker!r} here; it comes from another version, or from other code")
     try:
         return _MAKERS[maker](*parameters)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:

@@ -2,9 +2,10 @@
 
 In: an overload. Out: how it is called with tensors that take its outputs; None where it allocates for itself.
 
-Of PyTorch's `.out` overloads, those made by its code generator compute beside the tensor they are given and copy; they
-are registered for every device at once, and the others, which really write there, for the CPU. Only those count that
-tests hold against the plain call, bit for bit: of operations with a rule, and of what autograd calls for them.
+PyTorch's code generator makes some of the `.out` overloads. These compute into new memory and copy the result to the
+tensor they are given; they are registered for every device at once. The others really write there, and are registered
+for the CPU. Only overloads that tests compare with the plain call, bit for bit, are used: those of operations with a
+rule, and of what autograd calls for them.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from undertow.ir.operation import Destination
 
 aten = torch.ops.aten
 
-# These expect room for the losses before they are summed up, and resize what they are given; that of
-# `binary_cross_entropy` else returns something wrong (torch 2.13).
+# These expect room for the losses before they are summed, and resize a tensor without it; `binary_cross_entropy`
+# returns something wrong instead (torch 2.13).
 _WRONG_OVERLOADS = {aten.binary_cross_entropy.default, aten.huber_loss.default}
 
 _COMPARED: set[OpOverload] = set()
 
 
 def mark_compared(overload: OpOverload) -> None:
-    """The tests hold both ways of calling `overload` against each other."""
+    """Say that the tests compare both ways of calling `overload`."""
     _COMPARED.add(overload)
 
 
@@ -89,7 +90,7 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> Tensor:
     return aten.cat.out([tensor.unsqueeze(dim) for tensor in tensors], dim, out=out)
 
 
-# What the generated overloads of these compute and then copy, by the same kernels.
+# The generated overloads of these compute and then copy. Here the same kernels write where they are told.
 _WRITTEN_HERE: dict[OpOverload, Callable[..., Tensor]] = {
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,

@@ -1,4 +1,4 @@
-"""The Plan: what runs, in which order, what each moment holds, and why. Printable; what is printed is what runs."""
+"""The Plan: what runs, in which order, which bytes each moment holds, and why. It runs as it is printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ARENA_GAPS = "gaps in the arena"  # among what is held: by how much the arena ra
 
 @dataclass(frozen=True, eq=False)
 class KeptValue:
-    """A value of the forward pass that the backward pass reads, and the operations whose derivatives ask for it."""
+    """A value of the forward pass that the backward pass reads, and the operations whose derivatives read it."""
 
     value: Value
     num_bytes: int
@@ -29,7 +29,7 @@ class Tables:
 
     storage: dict[Value, int]  # of every value, inputs included
     storage_bytes: tuple[int, ...]
-    offsets: tuple[int | None, ...]  # where a storage lies in the step's arena; None for those outside of it
+    offsets: tuple[int | None, ...]  # where a storage begins in the step's arena; None for those outside of it
     frees: tuple[tuple[int, ...], ...]  # storages freed after each node
     workspace_bytes: tuple[int, ...]  # of each node
     duration_ns: tuple[int, ...]  # of each node
@@ -54,9 +54,9 @@ class Outcome(Enum):
 class Plan:
     """A training step.
 
-    `base` is the Program before planning. A node of `program` at position i does the work of the nodes `bases[i]` of
-    it, positions from the last one back: usually one, none for a recorded state. A value that is made a second time is
-    in `repeats`, with the value it repeats.
+    `base` is the Program before planning. The node of `program` at position i does the work of the nodes of `base` at
+    the positions `bases[i]`, the last one first: usually one node, none for a recorded state. `repeats` maps a value
+    that is made a second time to the value that it repeats.
     """
 
     program: Program
@@ -72,11 +72,11 @@ class Plan:
     lower_bound_ns: int = 0
     outcome: Outcome = Outcome.UNCONSTRAINED
     has_measured_costs: bool = False
-    notes: tuple[str, ...] = ()  # what the reader should know besides
+    notes: tuple[str, ...] = ()  # what the reader should know in addition
 
     def explain(self, module_path: str = "") -> str:
         """What was decided for one layer and those inside it, and why; the empty path is the whole model."""
-        from undertow.report.plan_summary import explain  # reports are made of plans; this is for the reader of one
+        from undertow.report.plan_summary import explain  # here, because reports import plans
 
         return explain(self, module_path)
 
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """Positions of operations that run for a second time; views and the decoding of a code are none."""
+        """Positions of operations that run a second time; views and decoding are not counted."""
         return tuple(
             position
             for position, node in enumerate(self.nodes)
@@ -149,7 +149,7 @@ class Plan:
         return f"{forward} forward and {backward} backward operations{f', {update} updates' if update else ''}"
 
     def _describe_arena(self) -> str:
-        """How much of what operations make lies in the arena, and which operations make what does not."""
+        """What share of the bytes that operations make is in the arena, and which operations make the others."""
         tables, placed_bytes, outside = self.tables, 0, Counter[str]()
         seen = {tables.storage[item.value] for item in self.program.inputs}
         for node in self.nodes:

@@ -26,7 +26,7 @@ class Phase(Enum):
 
 
 class Task(Enum):
-    """What a node is there for: the planner's word."""
+    """What a node of a plan is for; the planner decides it."""
 
     FIRST = "first run"
     AGAIN = "second run"
@@ -61,7 +61,7 @@ class InputKind(Enum):
     BUFFER = "buffer"
     ARGUMENT = "argument"
     ATTRIBUTE = "attribute"  # a tensor that a module holds without having registered it
-    CONSTANT = "constant"  # a tensor the code reaches by itself: a closure, a literal
+    CONSTANT = "constant"  # a tensor that the code finds elsewhere: in a closure, in a literal
     PREPARED = "prepared"  # weights in another form, made by the Program's preparation
     COTANGENT = "cotangent"  # the derivative of the user's loss by an output, given at backward time
 
@@ -122,7 +122,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """At the end of the forward pass the user's tensor behind `input` takes `value`: a buffer's statistics."""
+    """At the end of the forward pass, `value` is written into the user's tensor of `input`: a buffer's statistics."""
 
     input: Value
     value: Value
@@ -138,7 +138,7 @@ class Gradient:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A forward pass, after autodiff its backward pass, and in a whole training step what becomes of the gradients.
+    """A forward pass, after autodiff its backward pass, and in a whole training step what is done with the gradients.
 
     At the `boundary` the user's code takes the outputs and brings the cotangents; where there are no cotangents, all
     nodes come before it. In a whole training step `seed` is the cotangent of the loss, which a node makes.
@@ -199,10 +199,10 @@ class Program:
 
     @cached_property
     def backward_start(self) -> int:
-        """The position of the first node of the backward pass; their number where there is none.
+        """The position of the first node of the backward pass; the number of nodes where there is none.
 
-        Where no cotangents come from outside, that is the one that makes the loss's own: some of a derivative may be
-        prepared earlier.
+        Where no cotangents come from outside, it is the node that makes the loss's cotangent. Parts of a derivative
+        may have run before it.
         """
         if self.cotangents:
             return self.boundary
@@ -224,7 +224,7 @@ class Program:
         return self.with_pieces([tuple(change(node)) for node in self.nodes])
 
     def with_pieces(self, pieces: Sequence[Sequence[Node]]) -> Program:
-        """The Program with each node replaced by those of its piece, none or several; passes stay apart."""
+        """The Program with each node replaced by the nodes of its piece, none or several; passes stay apart."""
         boundary = sum(len(piece) for piece in pieces[: self.boundary])
         return replace(self, nodes=tuple(node for piece in pieces for node in piece), boundary=boundary)
 

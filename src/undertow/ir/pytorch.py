@@ -1,8 +1,8 @@
-"""PyTorch's own operations as records: what PyTorch itself says of them, and what it does not say.
+"""PyTorch's own operations as records: what PyTorch says of them, and what it does not say.
 
 In: an overload such as `aten.add.Tensor`. Out: its Operation. What an overload mutates, aliases, draws and returns is
-read from its schema and its tags (`schema.py`). What these do not say is declared: here where it lies in how PyTorch is
-built, and by `declare` in the file of the family it belongs to.
+read from its schema and its tags (`schema.py`). What these do not say is declared: here for PyTorch as a whole, and by
+`declare` in the file of the operation's family.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNDECLARED_VIEWS = {
     aten._reshape_alias.default,
 }
 
-# Attention whose kernels touch no generator where nothing is dropped out; the derivatives of two are marked as random.
+# Attention whose kernels draw only where something is dropped out; PyTorch marks the derivatives of two as random.
 _DRAWING_BY_DROPOUT = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -48,7 +48,7 @@ _STATISTICS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, at
 
 _GATHERS = {"embedding", "index", "index_select", "gather", "take"}
 
-# They keep none of their arguments; what another library registered may.
+# Operations of these keep no reference to their arguments; those of other libraries may.
 _KNOWN_NAMESPACES = ("aten", "prims", "mkldnn")
 
 _READ_ON_THE_CPU = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -59,14 +59,14 @@ _DECLARED: dict[OpOverload, dict[str, Any]] = {}
 
 
 def declare(overload: OpOverload, **facts: Any) -> None:
-    """Say of one of PyTorch's operations what PyTorch does not: fields of its record, before it is first used."""
+    """Set fields of the record of one of PyTorch's operations that PyTorch does not tell, before its first use."""
     if overload in _RECORDS:
         raise ValueError(f"{overload} was used before all was said of it")
     _DECLARED.setdefault(overload, {}).update(facts)
 
 
 def declared(fact: str) -> dict[OpOverload, Any]:
-    """The operations of which a fact was declared, and what it is."""
+    """The operations for which a field was declared, each with what was declared."""
     return {overload: facts[fact] for overload, facts in _DECLARED.items() if fact in facts}
 
 
@@ -98,7 +98,7 @@ def pytorch(name: str) -> Operation:
         "costs_nothing": is_view,
         "writes": _written if any(item.is_write for item in overload._schema.arguments) else nothing,
         "is_fresh": True,
-        "lets_go": overload.namespace in _KNOWN_NAMESPACES,
+        "releases_arguments": overload.namespace in _KNOWN_NAMESPACES,
         "find_destination": lambda: destination_of_overload(overload),
         "must_run": schema.has_effect,
         "chains": (lambda node: (REVERSIBLE,)) if schema.has_effect else nothing,

@@ -1,10 +1,11 @@
 """Plans as files. In: a Plan. Out: text that another process reads back as the same Plan, and the other way round.
 
-Everything is plain data: numbers, texts, lists. Values are numbered, operations named by their makers and parameters
-and found through the registry, live things named. Nothing is unpickled, and nothing of a file is believed: its length
-and a hash are compared first, its structure as it is read, and what it says by `check_program` and `check_plan`. Who
-runs it derives the step for himself and compares. Times and workspaces are the writer's measurements, which nobody else
-can check. Floating-point numbers are written in hexadecimal, so that they come back bit for bit.
+Everything is plain data: numbers, texts, lists. Values are numbered. Operations are named by their makers and
+parameters, and found through the registry. Live things are named. Nothing is unpickled, and a file is not trusted: its
+length and hash are compared first, its structure is checked as it is read, and its content by `check_program` and
+`check_plan`. A process that runs a saved plan derives the step itself and compares. Times and workspaces are the
+writer's measurements, which nobody else can check. Floating-point numbers are written in hexadecimal, so that they come
+back bit for bit.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ MAX_BYTES = 1 << 50  # of one value; more was never planned, and sums stay exact
 _FORMATS = {
     name: getattr(torch, name) for name in ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
 }
-_ORIGIN = 4  # where in the row of a node its origin stands
+_ORIGIN = 4  # the index of the origin in a node's row
 _PLAIN_TABLES = ("storage_bytes", "offsets", "frees", "workspace_bytes", "duration_ns")
 _PLAIN = ("bases", "held", "live_bytes", "budget_bytes", "lower_bound_ns", "has_measured_costs", "notes")
 
 
 @dataclass(frozen=True, eq=False)
 class SavedPlan:
-    """A file's plan as plain data, and the costs that it was made from. Nothing of it was checked but its hash."""
+    """A file's plan as plain data, and the costs that it was made from. Only its hash was checked."""
 
     name: str
     data: Any
@@ -65,7 +66,7 @@ class SavedPlan:
             return check_plan(plan)
 
     def is_of(self, base: Program) -> bool:
-        """Whether the plan is one of this Program: the same operations on the same values, from whichever file."""
+        """Whether this is a plan of the Program: the same operations on the same values; origins are not compared."""
         with self._malformed():
             own = _Writer()
             written = _as_read({"base": own.program(base), "values": own.values, "operations": own.operations})
@@ -95,7 +96,7 @@ def write_plan(plan: Plan, costs: Mapping[str, Cost], path: str | Path) -> None:
 
 
 def read_plan(path: str | Path) -> SavedPlan:
-    """The plan in a file; raises PlanError where that is no whole file of a plan."""
+    """The plan in a file; raises PlanError where the file is damaged or holds no plan."""
     try:
         if Path(path).stat().st_size > MAX_FILE_BYTES:
             raise PlanError(f"{path} is larger than any plan: more than {MAX_FILE_BYTES} bytes")
@@ -104,7 +105,7 @@ def read_plan(path: str | Path) -> SavedPlan:
         raise PlanError(f"{path} cannot be read: {error}") from error
     body = body.removesuffix("\n")
     if head != f"{FORMAT} sha256 {_hash(body)}":
-        raise PlanError(f"{path} is no whole file of the format {FORMAT!r}; save the plan again with this version")
+        raise PlanError(f"{path} is not a whole file of the format {FORMAT!r}; save the plan again with this version")
     try:
         return SavedPlan(str(path), json.loads(body))
     except (ValueError, RecursionError) as error:
@@ -116,7 +117,7 @@ def _as_read(data: Any) -> Any:
 
 
 def _without_origins(data: Any) -> Any:
-    """The data with what each node runs, and not where in whose folders it was written."""
+    """The data without the origins of nodes: file names differ from machine to machine."""
     program = data["base"]
     rows = [[*node[:_ORIGIN], *node[_ORIGIN + 1 :]] for node in program["nodes"]]
     return data | {"base": program | {"nodes": rows}}
@@ -243,7 +244,7 @@ class _Reader:
         known = [] if base is None else _values_of(base)  # a file's first values are those of its base
         self.values = known + [Value(_text(name), _read_type(kind)) for name, kind in data["values"][len(known) :]]
         self.operations: list[Operation] = []
-        for maker, parameters in data["operations"]:  # each after those that it is made from
+        for maker, parameters in data["operations"]:  # each comes after the operations that it is made from
             self.operations.append(find_operation(_text(maker), self._argument(parameters)))
 
     def plan(self) -> Plan:
@@ -362,14 +363,14 @@ def _read_type(data: Any) -> ValueType:
     dtype, shape, strides, device = data
     kind = TensorType(_dtype(dtype), _numbers(shape), _numbers(strides), _device(device))
     if len(kind.shape) != len(kind.strides) or not kind.num_bytes <= MAX_BYTES:
-        raise ValueError(f"{data} is no type of a tensor")
+        raise ValueError(f"{data} is not the type of a tensor")
     return kind
 
 
 def _dtype(name: Any) -> torch.dtype:
     found = getattr(torch, _text(name), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return found
 
 
@@ -377,19 +378,19 @@ def _device(name: Any) -> torch.device:
     try:
         return torch.device(_text(name))
     except RuntimeError as error:
-        raise ValueError(f"{name!r} is no device") from error
+        raise ValueError(f"{name!r} is not a device") from error
 
 
 def _text(item: Any) -> str:
     if not isinstance(item, str):
-        raise TypeError(f"{item!r} stands where a text belongs")
+        raise TypeError(f"{item!r} is not a text")
     return item
 
 
 def _number(item: Any) -> int:
-    """A number of something: none is negative."""
+    """A count, which is not negative."""
     if type(item) is not int or item < 0:
-        raise TypeError(f"{item!r} stands where a number belongs")
+        raise TypeError(f"{item!r} is not a count")
     return item
 
 

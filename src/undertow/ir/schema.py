@@ -1,4 +1,4 @@
-"""What PyTorch itself says of its operations: what they mutate, alias, draw, and return; how they are called.
+"""What PyTorch says of its operations: what they mutate, alias, draw, and return; how they are called.
 
 Everything is read from the schema and the tags, except `_UNDECLARED_MUTATIONS`, where the schema is wrong.
 """
@@ -26,12 +26,13 @@ _UNDECLARED_MUTATIONS = {
 }
 
 
-# Whose fake kernels tell other sizes or strides than the real ones give (torch 2.13, CPU). Their types are found by
-# running them. Any call: oneDNN's workspace has no bytes there, folding has other strides along a batch of 1.
+# The fake kernels of these give other sizes or strides than the real ones (torch 2.13, CPU), so that their types are
+# found by running them. For these two every call: oneDNN's workspace has no bytes on fake tensors, and folding has
+# other strides along a batch of 1.
 _FAKE_DIFFERS = {aten.mkldnn_rnn_layer.default, aten.col2im.default}
 
-# Calls on permuted or sliced arguments, whose strides the fake kernels keep or drop
-# (tests/ops/test_recorded_types.py compares them over the registry).
+# For these, calls on permuted or sliced arguments: the fake kernels keep or drop strides where the real ones do not
+# (tests/ops/test_recorded_types.py compares all operations of the registry).
 _FAKE_STRIDES_DIFFER = {
     aten.log_sigmoid_forward.default,
     aten.native_batch_norm.default,
@@ -80,7 +81,7 @@ _FAKE_STRIDES_DIFFER = {
     aten.uniform.default,
 }
 
-# The same, but only along sizes of 1 in their outputs, such as the gradients of convolution kernels of 1 x 1.
+# The same, but only along sizes of 1 in the outputs, such as the gradients of 1 x 1 convolution kernels.
 _FAKE_ONES_DIFFER = {aten.convolution_backward.default, aten.view.default}
 
 # Most fake kernels are wrong about arguments with odd strides along sizes of 1. These are right, and would be slow to
@@ -97,9 +98,9 @@ _FAKE_ODD_ONES_HOLD = {
 def is_type_found_by_running(
     target: OpOverload, tensors: Iterable[torch.Tensor], results: Iterable[torch.Tensor | None]
 ) -> bool:
-    """Whether fake `results` cannot be trusted to have the types that this call on `tensors` gives.
+    """Whether fake `results` may have other types than this call on `tensors` gives.
 
-    Strides along dimensions of size 1 count, as they do for the real kernels: some choose a layout by them.
+    Strides along dimensions of size 1 are compared too: some kernels choose a layout by them.
     """
     if target in _FAKE_DIFFERS:
         return True
@@ -107,7 +108,7 @@ def is_type_found_by_running(
     has_ones = any(result is not None and 1 in result.shape for result in results)
     if target in _FAKE_STRIDES_DIFFER or (has_ones and target in _FAKE_ONES_DIFFER):
         return any(not kind.is_contiguous for kind in types)
-    # A size of 1 that is broadcast leaves no trace in an elementwise result.
+    # Where a size of 1 is broadcast, its stride does not affect the result of an elementwise operation.
     is_reached = has_ones or torch.Tag.pointwise not in target.tags
     is_right = target in _FAKE_ODD_ONES_HOLD or schema_of(target).is_view
     return is_reached and not is_right and any(kind.has_odd_ones for kind in types)
@@ -115,7 +116,7 @@ def is_type_found_by_running(
 
 @dataclass(frozen=True)
 class Schema:
-    """The facts about one operation that recording and running it depend on."""
+    """What recording and running one operation depend on."""
 
     mutated: tuple[str, ...]
     is_inplace: bool  # mutates its first argument and returns it

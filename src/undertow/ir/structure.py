@@ -1,7 +1,7 @@
-"""Nested inputs and outputs: finding the tensors in any Python object, and putting others in their place.
+"""Nested inputs and outputs: finding the tensors in any Python object, and replacing them by others.
 
 Tuples, lists and dicts are walked directly. Every other object (a dataclass, a `transformers` ModelOutput, a cache)
-is copied by `copy.deepcopy` with its tensors exchanged through the memo, so no type has to be registered anywhere.
+is copied by `copy.deepcopy`, and its tensors are replaced through the memo, so that no type has to be registered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Leaf = TypeVar("Leaf")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """The place of a tensor in a skeleton."""
+    """Stands for a tensor in a skeleton."""
 
     index: int
 
@@ -46,7 +46,7 @@ class Kept:
 
 
 def keep_objects(tree: Any) -> Any:
-    """A skeleton of `tree`: containers are made anew when it is filled, what is in them stays."""
+    """A skeleton of `tree`: filling it makes new containers, with the same objects in them."""
     if type(tree) in (tuple, list):
         return type(tree)(keep_objects(item) for item in tree)
     if type(tree) is dict:
@@ -91,7 +91,7 @@ def list_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Te
 
 
 class Same:
-    """An object as a key: equal to itself alone, and kept alive, so that its id names nothing else later."""
+    """An object as a key: equal only to itself, and kept alive, so that no later object gets its id."""
 
     __slots__ = ("item",)
 
@@ -134,7 +134,7 @@ def structure_key(tree: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 def _is_plain_value(item: Any) -> bool:
-    """Whether an object compares by what it is worth, like a range or a fraction, and not by which object it is."""
+    """Whether an object compares by its content, like a range or a fraction, and not by identity."""
     own_hash: Any = type(item).__hash__
     return own_hash is not None and own_hash is not object.__hash__
 

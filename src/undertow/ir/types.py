@@ -63,14 +63,14 @@ class TensorType:
 
     @property
     def packed(self) -> TensorType:
-        """A new tensor of this kind as PyTorch lays it out: with the same strides, row by row if this is not dense."""
+        """The type of a new tensor that PyTorch makes like this one: with its strides if dense, else row by row."""
         return self if self.is_dense else replace(self, strides=contiguous_strides(self.shape))
 
     @property
     def has_odd_ones(self) -> bool:
-        """Whether it is dense, and a stride along a size of 1 is another than that of a contiguous tensor.
+        """Whether it is dense, and has another stride along a size of 1 than a contiguous tensor would have.
 
-        No element depends on such a stride, but kernels choose a layout by it.
+        No element's address depends on such a stride, but kernels choose a layout by it.
         """
         found = zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
         return self.is_dense and any(size == 1 and stride != usual for size, stride, usual in found)
@@ -95,7 +95,7 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueType:
-    """A Python object that only its producer's derivative reads, such as the context of a custom Function."""
+    """A Python object that only the derivative of its maker reads, such as the context of a custom Function."""
 
     description: str
     num_bytes: int = 0

@@ -1,1 +1,1 @@
-"""Who shares memory with whom, when it is free again, and where it lies."""
+"""Which values share memory, when memory is free again, and where storages lie."""

@@ -1,7 +1,7 @@
-"""Which values of a step may lie where a plan says: those that are made where the maker is told, and gone in the end.
+"""Which values of a step may lie in the arena: their makers can be told where to write, and the step frees them.
 
-In: a Program and its lifetimes. Out: the roots that can be placed, and what kernels are assumed to take for themselves
-where nobody has measured it. Whether an operation can be told where to write is said by its record.
+In: a Program and its lifetimes. Out: the roots that can be placed, and the workspace that is assumed for kernels that
+nobody has measured. The record of an operation says whether it can be told where to write.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from undertow.ir import Node, Program, Value
 from undertow.memory.lifetimes import Lifetimes, is_dense
 
-# Smaller values stay with the allocator, which is quicker for them than passing one more argument.
+# Smaller values are left to the allocator, which is faster for them than one more argument.
 FEWEST_BYTES = 1 << 16
 
 
 def find_movable(program: Program, lifetimes: Lifetimes) -> set[Value]:
-    """The roots that a plan may place: made and gone within one call, by operations that write where they are told."""
+    """The roots that a plan may place: made and freed in one call, by operations that can be told where to write."""
     if program.cotangents:  # between the two passes anything may run, another forward pass among them
         return set()
-    # Custom Functions may hold on to what they read, and a gradient that is handed over is the user's.
-    held_on_to = {
+    # Custom Functions may keep references to what they read, and a gradient that is handed over is the user's.
+    referenced = {
         lifetimes.root[value]
         for node in program.nodes
-        if not node.operation.lets_go
+        if not node.operation.releases_arguments
         for value in lifetimes.read_by(node)
     }
     return {
@@ -31,7 +31,7 @@ def find_movable(program: Program, lifetimes: Lifetimes) -> set[Value]:
         for root in node.named_outputs
         if root in lifetimes.born
         and lifetimes.last_use[root] < len(program.nodes)
-        and root not in held_on_to
+        and root not in referenced
         and _is_placeable(root)
     }
 
@@ -51,7 +51,7 @@ def _is_placeable(value: Value) -> bool:
 
 
 def assumed_workspace(node: Node) -> int:
-    """What a kernel takes for itself, where nobody has measured it: oneDNN copies what it reads and what it makes."""
+    """The workspace of a kernel that nobody has measured: oneDNN may copy what it reads and what it makes."""
     if node.operation.assumed_workspace is not None:
         return node.operation.assumed_workspace(node)
     if node.shared_input is not None or (node.operation.is_fresh and node.operation.destination is not None):

@@ -1,6 +1,6 @@
-"""Who shares memory with whom, when each storage is last read, and how many bytes are alive at each node.
+"""Which values share a storage, when each storage is last read, and which values the forward pass keeps.
 
-Views are folded into the storage they lie in.
+A view belongs to the storage that it lies in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Lifetimes:
     root: dict[Value, Value]
     born: dict[Value, int]  # node index of a root; -1 for inputs
     last_use: dict[Value, int]
-    owned: frozenset[Value]  # roots made by an operation that surely returns fresh memory
+    owned: frozenset[Value]  # roots made by an operation that always returns new memory
     borrowed: dict[Value, tuple[Value, ...]]  # what is in use as long as a context or handle is
 
     def read_by(self, node: Node) -> list[Value]:
@@ -33,7 +33,7 @@ class Lifetimes:
 
 
 def find_lifetimes(program: Program) -> Lifetimes:
-    """The storage classes of a Program and when they die. Outputs, updates and gradients live to the end."""
+    """Which values of a Program share a storage, and when it is last read. Outputs, updates and gradients stay."""
     root: dict[Value, Value] = {}
     born: dict[Value, int] = {}
     last_use: dict[Value, int] = {}
@@ -69,7 +69,7 @@ def is_dense(value: Value) -> bool:
 
 
 def kept_values(program: Program, lifetimes: Lifetimes) -> tuple[KeptValue, ...]:
-    """What the backward pass reads of the forward pass, each storage once, inputs of the Program left out."""
+    """The values of the forward pass that the backward pass reads, each storage once, without the Program's inputs."""
     start = program.backward_start
     makers = {value: node for node in program.nodes[:start] for value in node.named_outputs}
     names = {value.name: node for value, node in makers.items()}

@@ -1,15 +1,14 @@
-"""Where each storage lies in one arena: no two that are alive at once overlap, and the step's peak hardly grows.
+"""The offset of each storage in one arena: storages that are alive at once do not overlap, and the peak hardly grows.
 
-In: which storages may lie there, when each is alive, and what kernels allocate for themselves meanwhile. Out: the first
-byte of each, None for those that stay outside. The arena is there from the first operation to the last, so with it the
-peak is its size and the most that is held outside at once; that may be more than the most that is alive at once by the
-gaps that are allowed, and no more.
+In: which storages may lie there, when each is alive, and the workspace of kernels. Out: the offset of each, None for
+those that stay outside. The arena is there from the first operation to the last. So the peak becomes its size plus the
+most that is alive outside it at once. This may exceed the most that is alive at once, by the gaps that are allowed.
 
-The largest first, each at the lowest place that is free during all of its life (Pisarchyk and Lee, "Efficient Memory
-Management for Deep Neural Net Inference", 2020: greedy by size), or those first that live longest, or whose size times
-life is largest: at the peak nothing may be lost, and each order succeeds where others fail. What finds no place in the
-arena stays outside if there is room for it there; if not, a smaller arena is tried. The one that holds most is taken.
-The loops over pairs are Numba's: a step has thousands.
+Storages are placed one by one, each at the lowest offset that is free as long as it is alive: the largest first
+(Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020: greedy by size), or the longest
+alive first, or the largest size times life first. At the peak there may be no gap at all, and each order succeeds where
+others fail. A storage for which there is no offset stays outside, if there is room; if not, a smaller arena is tried.
+The arena that holds most is taken. Numba compiles the loops over pairs of storages: a step has thousands of storages.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ def place(
     workspaces: Sequence[Sequence[int]],
     gap_bytes: int,
 ) -> tuple[tuple[int | None, ...], int]:
-    """The first byte of each storage, None outside of the arena, and by how much the arena raises the peak.
+    """The offset of each storage, None outside of the arena, and by how much the arena raises the peak.
 
-    `workspaces` are the bytes of each moment's kernel: where they are not known, several guesses that must all hold.
-    The peak may grow by `gap_bytes`, of whichever guess.
+    `workspaces` are the bytes of the kernel of each moment. Where they are not known, there are several guesses, and
+    the arena has to fit with each. With none of them may the peak grow by more than `gap_bytes`.
     """
     members = [index for index, can_move in enumerate(is_movable) if can_move]
     offsets: list[int | None] = [None] * len(sizes)
@@ -47,7 +46,7 @@ def place(
             alive[stretch[0] : stretch[1] + 1] += size
             outside[stretch[0] : stretch[1] + 1] += 0 if can_move else size
     guesses = numpy.array(workspaces, numpy.int64)
-    # What arena and outside may take together, at each moment.
+    # What the arena and the storages outside may take together, at each moment.
     limits = ((alive + guesses).max(1, keepdims=True) + gap_bytes - guesses).min(0)
     best = _find_best(sizes, stretches, members, limits - outside)
     if not best:
@@ -63,7 +62,7 @@ def place(
 def _find_best(
     sizes: Sequence[int], stretches: Sequence[tuple[int, int] | None], members: list[int], room: Any
 ) -> dict[int, int]:
-    """The offsets that put most bytes into the arena; `room` is for members, in it or outside, at each moment."""
+    """The offsets that put most bytes into the arena; `room` is what storages may take at each moment, in it or not."""
     best: dict[int, int] = {}
     best_bytes = 0
     lives = {index: stretch[1] - stretch[0] + 1 for index in members if (stretch := stretches[index]) is not None}
@@ -96,7 +95,7 @@ def _find_best(
 
 @numba.njit(cache=True)
 def _place(starts: Any, ends: Any, sizes: Any, room_outside: Any, arena_bytes: int, offsets: Any) -> bool:
-    """Fill `offsets`, -1 for what stays outside; False where something has room neither here nor there."""
+    """Fill `offsets`, -1 for what stays outside; False where a storage has no room in the arena and none outside."""
     by_offset = numpy.empty(sizes.size, numpy.int64)  # those placed so far, lowest first
     num_placed = 0
     for current in range(sizes.size):

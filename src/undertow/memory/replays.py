@@ -1,4 +1,4 @@
-"""What has to be kept beside a forward pass so that it can run again: before a second backward pass, for instance."""
+"""What a forward pass has to save so that it can run again, for instance before a second backward pass."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from undertow.ir import Program, Value
 
 
 def find_replayed_updates(program: Program) -> list[Value]:
-    """Updated inputs whose old value a second forward pass would need; batch normalisation's statistics are not."""
+    """Updated inputs whose old value a second forward pass would need; it does not need running statistics."""
     needed = {value for node in program.second_pass for value in node.inputs}
     for node in reversed(program.first_pass):
         if node.operation.is_guard or any(value in needed for value in node.outputs):

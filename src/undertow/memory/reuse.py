@@ -1,7 +1,7 @@
-"""`reuse_dead_inputs`: an elementwise operation writes over its first argument where nothing reads that again.
+"""`reuse_dead_inputs`: an elementwise operation writes over its first argument where nothing reads that later.
 
-EXACT: the same kernel computes the same elements. It restores the in-place operations that capture made functional,
-and finds more.
+EXACT: the same kernel computes the same elements. The pass restores the in-place operations that capture made
+functional, and finds more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from undertow.memory.lifetimes import Lifetimes, find_lifetimes, is_dense
 
 
 def reuse_dead_inputs(program: Program) -> Program:
-    """The Program with in-place operations wherever their argument's memory is free to take the result."""
+    """The Program with in-place operations wherever nothing needs the argument's memory any more."""
     nodes = list(program.nodes)
     lifetimes = find_lifetimes(program)
     for index, node in enumerate(nodes):
@@ -31,7 +31,7 @@ def in_place_operation(node: Node) -> Operation | None:
     argument, result = node.args[0], node.outputs[0]
     if not isinstance(argument, Value) or result is None or argument.type != result.type:
         return None
-    # In-place products of complex numbers with strides take another kernel, with other last bits.
+    # In-place products of complex numbers with strides run another kernel, with other last bits.
     is_complex = any(value.tensor_type.dtype.is_complex for value in node.inputs)
     if is_complex and node.operation.functional_of is None:
         return None

@@ -1,7 +1,7 @@
 """A Program with its memory and its times, moment by moment: the Plan of what runs.
 
-In: a Program, what its operations cost, and what the step holds besides. Out: a Plan. Nothing is decided here but where
-in the arena values lie, and how much it may add to the peak.
+In: a Program, what its operations cost, and what the step holds throughout. Out: a Plan. Only two things are decided
+here: the offsets of values in the arena, and how much the arena may add to the peak.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from undertow.memory.reuse import reuse_dead_inputs
 
 NO_COST = Cost(0, 0)
 
-ARENA_GAP_SHARE = 32  # the arena raises the peak by one part in so many at most; packing usually needs less
+ARENA_GAP_SHARE = 32  # the arena raises the peak by at most one part in so many; it usually needs less
 
 
 def make_plan(
@@ -36,11 +36,11 @@ def make_plan(
     budget_bytes: int | None = None,
     **about: Any,
 ) -> Plan:
-    """The Plan of a Program as it stands; dead inputs are written over where that changes no bit.
+    """The Plan of a Program as it is; dead inputs are written over where that changes no bit.
 
-    `held` are the bytes that are there throughout, the Program's inputs among them (the default counts just those). Up
-    to the budget the arena may have gaps, without one where costs are not asked for either: its place is then found
-    with the workspace that `table` has of some operations, and a guess of the others'.
+    `held` are the bytes that are there throughout, the Program's inputs included (only these by default). The arena may
+    have gaps as far as the budget allows. Without `cost_of`, it is laid out by the workspace that `table` has for some
+    operations, and by a guess for the others.
     """
     costs = [cost_of(node) if cost_of is not None else NO_COST for node in program.nodes]
     workspaces = [[cost.workspace_bytes for cost in costs]]
@@ -120,7 +120,7 @@ def _live_bytes(tables: Tables, program: Program, lifetimes: Lifetimes, held_byt
     change = [0] * (len(program.nodes) + 1)
     for root, born in lifetimes.born.items():
         if born >= 0:
-            # Cotangents that nothing reads come after the last operation, and are counted with it.
+            # Cotangents that nothing reads are given after the last operation, and are counted with it.
             change[max(min(born, len(program.nodes) - 1), 0)] += root.type.allocated_bytes
             if lifetimes.last_use[root] < len(program.nodes):
                 change[lifetimes.last_use[root] + 1] -= root.type.allocated_bytes

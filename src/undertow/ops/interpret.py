@@ -1,6 +1,6 @@
 """Running a few nodes directly on tensors, without compiling them; and the generators that nodes draw from.
 
-For reading a value while a model is being recorded, and for checks. Training steps are run by `runtime`.
+This is for reading a value while a model is being recorded, and for checks. `runtime` runs training steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def bind_arguments_of(item: Any, environment: Mapping[Value, Any], live: Mapping
 
 
 def without_live(item: Any) -> Any:
-    """Arguments with None for a generator: what runs without data draws nothing."""
+    """Arguments with None instead of a generator: code that runs without data draws nothing."""
     if isinstance(item, dict):
         return {name: without_live(part) for name, part in item.items()}
     if isinstance(item, tuple | list):

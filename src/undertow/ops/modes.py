@@ -1,8 +1,8 @@
 """Running operations beneath autograd, as eager's own autograd kernels run them.
 
-Some kernels ask whether gradients are enabled (LSTM keeps a workspace only then, with other bits), so a step cannot run
-under `no_grad`. It runs with the user's grad mode and with autograd's dispatch keys switched off: nothing is recorded,
-and views are plain tensors.
+Some kernels ask whether gradients are enabled (LSTM keeps a workspace only then, with other bits). So a step cannot run
+under `no_grad`. It runs in the user's grad mode, with autograd's dispatch keys switched off: nothing is recorded, and
+views are plain tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The updates of SGD, Adam and AdamW in one pass over memory, with the optimizer's own state and bits.
 
 torch.optim takes about ten passes over parameter, gradient and state. The state stays where torch.optim keeps it, so
-that checkpoints and later steps by the optimizer itself find it; the first step, which makes it, is the optimizer's.
+that checkpoints and later steps of the optimizer itself find it. The optimizer itself takes the first step, which makes
+the state.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from undertow.kernels.compiler import HAS_NUMBA
 from undertow.kernels.optimizers import adam_step, is_bit_identical, sgd_step
 
-# Smaller parameters are in the cache anyway, and starting a parallel loop costs more than the passes saved.
+# Smaller parameters fit the cache, and starting a parallel loop takes longer than the passes that it saves.
 FEWEST_ELEMENTS = 1 << 14
 
 _OTHER_KERNELS = ("maximize", "capturable", "differentiable", "fused", "foreach", "amsgrad")
@@ -28,7 +29,7 @@ def is_known(group: dict[str, Any], kind: type[torch.optim.Optimizer]) -> bool:
 def step_in_one_pass(
     optimizer: torch.optim.Optimizer, group_index: int, parameter: torch.nn.Parameter, gradient: torch.Tensor
 ) -> bool:
-    """Update the parameter and its state; returns False, and does nothing, where the optimizer has to do it."""
+    """Update the parameter and its state; where only the optimizer can do it, does nothing and returns False."""
     group, state = optimizer.param_groups[group_index], optimizer.state.get(parameter)
     if not state or parameter.numel() < FEWEST_ELEMENTS or not is_known(group, type(optimizer)):
         return False

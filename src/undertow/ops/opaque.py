@@ -1,7 +1,7 @@
 """Derivatives that PyTorch takes at run time: custom autograd Functions, and operations without a rule.
 
-Both run autograd on the one operation alone. A custom Function runs in the forward pass with its own context kept for
-the backward pass. An operation without a rule is run again in the backward pass, under the generator state it had.
+Both run autograd on one operation only. A custom Function runs in the forward pass, and its context is kept for the
+backward pass. An operation without a rule runs again in the backward pass, under the generator state of its first run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class FunctionContext:
-    """What a custom Function's backward reads: the piece of autograd graph that its forward made."""
+    """What a custom Function's backward reads: the part of the autograd graph that its forward made."""
 
     leaves: list[Any]
     outputs: list[torch.Tensor | None]
@@ -43,17 +43,17 @@ def custom_function(
     autocast: AutocastState,
     is_dirty: bool,
 ) -> Operation:
-    """(function, *args) -> its outputs, then the context that its own backward reads. Opaque: `function.apply`.
+    """(function, *args) -> its outputs, then the context that its own backward reads. It calls `function.apply`.
 
-    Per argument: whether it requires a gradient, and whether the Function's backward gives it one (False where that
-    returns None). `autocast` is what custom_fwd asks for; a dirty Function writes into an argument.
+    Per argument: whether it requires a gradient, and whether the Function's backward gives it one (False where it
+    returns None). `autocast` is the state that custom_fwd asks about; a dirty Function writes into an argument.
     """
     return Operation(
         name,
         partial(_run_function, requires_grad, autocast, is_dirty),
         returns_tuple=True,
         borrows=True,
-        lets_go=False,
+        releases_arguments=False,
         can_repeat=False,
         runs_user_code=True,
     )
@@ -90,7 +90,7 @@ def custom_function_backward(name: str, wanted: tuple[int, ...]) -> Operation:
         f"{name}.backward",
         partial(_run_function_backward, wanted),
         returns_tuple=True,
-        lets_go=False,
+        releases_arguments=False,
         can_repeat=False,
     )
 
@@ -100,7 +100,7 @@ def _run_function_backward(
 ) -> tuple[torch.Tensor, ...]:
     with with_autograd():
         leaves = [context.leaves[position] for position in wanted]
-        # Kept as long as the step keeps its context: the columns of a Hessian read it again and again.
+        # The graph is retained as long as the step keeps its context: every column of a Hessian reads it.
         return _without_gaps(leaves, gradients_through_autograd(context.outputs, leaves, cts, keeps_graph=True))
 
 
@@ -118,7 +118,7 @@ def applied_function(name: str, autocast: AutocastState, is_dirty: bool) -> Oper
 
 @operation_maker
 def through_autograd(inner: Operation, wanted: tuple[int, ...]) -> Operation:
-    """The derivative of an operation without a rule: run it again, under its generator state, and ask PyTorch.
+    """The derivative of an operation without a rule: run it again under its generator state, with autograd.
 
     `wanted` are the positions, among all tensors in the arguments, whose cotangents are returned.
     (args, names and values of the named arguments, cts, state or None) -> cotangents
@@ -127,7 +127,7 @@ def through_autograd(inner: Operation, wanted: tuple[int, ...]) -> Operation:
         f"through_autograd[{inner.name}]",
         lambda *args: _without_gaps(*gradients_of(inner, wanted, *args)),
         returns_tuple=True,
-        lets_go=False,
+        releases_arguments=False,
         can_repeat=False,
         derivative_of=inner,
     )
@@ -142,9 +142,9 @@ def gradients_of(
     cts: Any,
     state: torch.Tensor | None,
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor | None, ...]]:
-    """What is wanted of an operation without a rule, and its cotangents; None where PyTorch finds no dependence.
+    """The wanted arguments of an operation without a rule, and their cotangents; None where nothing depends on one.
 
-    Called where autograd records, it is itself being differentiated: its arguments keep the history that they have.
+    When this is called while autograd records, it is being differentiated itself: its arguments keep their history.
     """
     leaves: list[torch.Tensor] = []
     is_differentiated = records_in_autograd()
@@ -153,7 +153,7 @@ def gradients_of(
         if isinstance(arguments, torch.Tensor):
             is_wanted = len(leaves) in wanted
             if is_differentiated and arguments.requires_grad:
-                leaf = arguments.view_as(arguments)  # so that one tensor given twice is two leaves
+                leaf = arguments.view_as(arguments)  # so that a tensor that is given twice is two leaves
             else:
                 leaf = arguments.detach().requires_grad_(is_wanted)
             leaves.append(leaf)
@@ -164,7 +164,7 @@ def gradients_of(
         leaf_args = make_leaves(args)
         leaf_kwargs = dict(zip(kwargs_names, make_leaves(kwargs_values), strict=True))
         if state is None:
-            # The operation itself, not a kernel of ours that may stand for it: autograd knows that one.
+            # PyTorch's operation, not a kernel of ours that may stand for it: autograd has no derivative for ours.
             outputs = flatten_outputs((inner.overload or inner.run)(*leaf_args, **leaf_kwargs))
         else:
             outputs = list(replayed(inner, leaves[0].device)(state, *leaf_args, **leaf_kwargs))

@@ -64,10 +64,10 @@ def _restride(tensor: Tensor, strides: tuple[int, ...], out: Out = None) -> Tens
     return given(out, 0, make).copy_(tensor)
 
 
-# A scatter into a view returns its own strides; the storage keeps those it has.
+# A scatter into a view returns strides of its own, but the storage keeps its strides.
 RESTRIDE = register_kernel("restride", _restride, gradient=lambda args, ct: (ct, None), writes_into=True)
 
-# Writing into a tensor under no_grad changes its value and leaves its history: the gradient passes to what stood there.
+# Writing into a tensor under no_grad changes its value but not its history: the gradient goes to the old value.
 REPLACE_VALUE = register_operation(
     Operation(
         "replace_value",
@@ -79,8 +79,8 @@ REPLACE_VALUE = register_operation(
     )
 )
 
-# Eager hands the operation that wrote through a view a contiguous copy of the cotangent, whatever the view's layout is;
-# a sum over it adds in that order.
+# Eager gives the operation that wrote through a view a contiguous copy of the cotangent, whatever the view's layout.
+# A sum over it adds in that order.
 WRITE_VIEW = register_operation(
     Operation(
         "write_view",
@@ -94,7 +94,7 @@ WRITE_VIEW = register_operation(
 
 
 class GuardMiss(Exception):
-    """A branch on a tensor's value took another way than the one captured; `index` counts the Program's guards."""
+    """A branch on a tensor's value took another path than the recorded one; `index` counts the Program's guards."""
 
     def __init__(self, index: int, found: Any) -> None:
         super().__init__(f"guard {index} found {found!r}")
@@ -140,7 +140,7 @@ _DEFAULT = "generator of "
 
 
 def default_generator_of(device: torch.device) -> Live:
-    """That generator's name."""
+    """The name of that generator, as a live thing."""
     return Live(f"{_DEFAULT}{device}")
 
 
@@ -157,7 +157,7 @@ def _generator_state(generator: torch.Generator) -> Tensor:
 
 _DRAWN_AGAIN = "numbers are drawn a second time under a recorded generator state"
 
-# Before a random operation that is run again later: the state of that moment, between the same draws.
+# Runs before a random operation that is run again later, and records the state between the same draws.
 GENERATOR_STATE = register_operation(
     Operation(
         "generator_state",
@@ -212,7 +212,7 @@ def _replay_into(
 def _rehearse_replay(
     inner: Operation, device: torch.device, state: Tensor, /, *args: Any, **kwargs: Any
 ) -> Callable[[], Any]:
-    known = default_generator(device).get_state()  # a generator takes no made-up state
+    known = default_generator(device).get_state()  # a generator refuses a made-up state
     return lambda: _replay(inner.run, device, known, *args, **kwargs)
 
 
@@ -220,7 +220,7 @@ def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-# A tensor of the right shape for kernels that look at nothing else of an argument.
+# A tensor of the right shape, for kernels that read only the shape of an argument.
 BLANK = register_kernel("blank", _blank)
 
 
@@ -229,11 +229,11 @@ def functional(inner: Operation) -> Operation:
     """A mutating operation made functional: the mutated arguments are copied first and returned after the outputs."""
     overload = inner.overload
     assert overload is not None
-    # Some give the tensor another shape instead of other elements.
+    # Some operations change the tensor's shape instead of its elements.
     can_be_told = torch.Tag.inplace_view not in overload.tags and (
         schema_of(overload).is_inplace or find_out_overload(overload) is not None
     )
-    # Batch normalisation of low precision keeps its statistics in another one than fake tensors say.
+    # In low precision, batch normalisation keeps its statistics in another dtype than fake tensors say.
     fits: Callable[[Node], bool] = (lambda node: True) if schema_of(overload).is_inplace else _is_in_full_precision
     destination = Destination(partial(_run_functional_into, overload), fits=fits) if can_be_told else None
     kept = ("is_random", "must_run", "chains", "draws", "droppable", "why_not_captured", "is_filled")
@@ -272,7 +272,7 @@ def _run_functional(inner: Operation, *args: Any, **kwargs: Any) -> tuple[Any, .
 
 
 def _run_functional_into(overload: OpOverload, *args: Any, out: Sequence[Tensor], **kwargs: Any) -> tuple[Tensor, ...]:
-    """The arguments that are mutated are copied to the end of `out` first."""
+    """First copy the mutated arguments to the end of `out`."""
     bound = bind_arguments(overload, args, kwargs)
     mutated = [name for name in schema_of(overload).mutated if bound[name] is not None]
     num_fresh = len(out) - len(mutated)
@@ -328,7 +328,9 @@ def call_bound(operation: Operation, bound: dict[str, Any]) -> Any:
 @operation_maker
 def as_tensor(inner: Operation) -> Operation:
     """An operation with a Python result, such as `torch.equal`, as one with a tensor result."""
-    return Operation(inner.name, lambda *args: torch.tensor(inner.run(*args)), lets_go=inner.lets_go)
+    return Operation(
+        inner.name, lambda *args: torch.tensor(inner.run(*args)), releases_arguments=inner.releases_arguments
+    )
 
 
 @operation_maker

@@ -1,11 +1,12 @@
-"""What becomes of gradients, as operations of the step: an optimizer's update of one parameter, or of all of them.
+"""What a step does with gradients, as operations: an optimizer's update of one parameter, or of all of them.
 
-The arithmetic is the optimizer's own: a shallow copy of it, with its live settings and its state, steps on a group of
-one parameter. It may therefore run as soon as the gradient is complete and the parameter is read no more, with the
-bits of a step afterwards. True for optimizers that treat every parameter by itself; those that were compared are named.
-The commonest settings of these run in one pass over memory, with the same bits (see `one_pass_updates`).
+The arithmetic is the optimizer's own: a shallow copy of it, with its settings and its state, steps on a group of one
+parameter. So an update can run as soon as the gradient is complete and nothing reads the parameter any more, with the
+bits of a later step. This holds for optimizers that treat each parameter separately; those that were compared are named
+here. Their most common settings run in one pass over memory, with the same bits (see `one_pass_updates`).
 
-The records hold what decides on kernels; the optimizer is bound when a step is made (`OPTIMIZER`, `LATER_STEP`).
+The records hold what the choice of kernels depends on. The optimizer is bound when a step is made (`OPTIMIZER`,
+`LATER_STEP`).
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ LATER_STEP = Live("later step")  # a LaterStep
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each parameter's update depends on nothing of the others; subclasses may do anything."""
+    """Whether no parameter's update depends on other parameters; of subclasses this is not known."""
     return type(optimizer) in SEPARABLE_OPTIMIZERS
 
 
 def gradient_chain(parameter: Value) -> str:
-    """The order in which things are done with a parameter's gradient."""
+    """The name of the chain of all uses of a parameter's gradient."""
     return f"gradient of {parameter.name}"
 
 
 @operation_maker
 def update_parameter(kind: str, settings: str, needs_cpu: bool) -> Operation:
-    """(optimizer, group, parameter, gradient, value that the forward pass gave the parameter if any): one update.
+    """(optimizer, group, parameter, gradient, the forward pass's new value of the parameter if any): one update.
 
     `kind` and `settings` decide which kernels run; `needs_cpu` where the optimizer counts its steps there.
     """
@@ -85,7 +86,7 @@ def _update_parameter(
 def _rehearse_update(
     optimizer: torch.optim.Optimizer, group_index: int, parameter: torch.Tensor, gradient: torch.Tensor, *_: Any
 ) -> Callable[[], Any]:
-    """A call that costs what the update costs, on a parameter nobody has."""
+    """A call that costs as much as the update, on a made-up parameter."""
     twin = torch.nn.Parameter(parameter)
     double = _double(optimizer, group_index, [twin])
     _step(double, 0, [twin], [gradient])  # makes the state, which is not part of the cost
@@ -100,13 +101,13 @@ def _deliver_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor, is_
         known.add_(gradient)
 
 
-# (parameter, gradient, is_added_up): gives a finished gradient to its parameter, as autograd's accumulation does. One
-# that is added up from call to call is kept apart: the step may go on to write over what it was given.
+# (parameter, gradient, is_added_up): gives a finished gradient to its parameter, as autograd's accumulation does. Where
+# gradients are added from call to call, the sum has its own memory: the step may still write over what it was given.
 DELIVER_GRADIENT = register_operation(
     Operation(
         "deliver_gradient",
         _deliver_gradient,
-        lets_go=False,
+        releases_arguments=False,
         hands_over=1,
         must_run=True,
         chains=lambda node: (gradient_chain(node.args[0]),),
@@ -118,28 +119,28 @@ DELIVER_GRADIENT = register_operation(
 
 @dataclass(eq=False)
 class LaterStep:
-    """What a step afterwards works on; `num_calls` counts those of the step."""
+    """What the later step of an optimizer works on; `num_calls` counts the calls of the training step."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     num_calls: int = 0
 
 
-NORM_BYTES = 2 * 64  # of a gradient: a number and its copy in the stack, each in an allocation of its own
+NORM_BYTES = 2 * 64  # per gradient: its norm and a copy of it in the stack, each in an allocation of its own
 
 
 @operation_maker
 def step_afterwards(kind: str) -> Operation:
     """(later step, norm to clip to, calls to accumulate, parameters, gradients, assignments): the optimizer's own step.
 
-    For when all gradients are there: after clipping, or at every so many calls. `assignments` are parameters to which
-    the forward pass itself gave another value, and that value.
+    It runs when all gradients are there: with clipping, or once in `accumulate` calls. `assignments` are parameters to
+    which the forward pass itself assigned, each with its new value.
     """
     return Operation(
         f"step_{kind.lower()}",
         _step_afterwards,
         writes=lambda node: node.args[3],
-        lets_go=False,
+        releases_arguments=False,
         must_run=True,
         chains=lambda node: tuple(map(gradient_chain, node.args[3])),
         can_repeat=False,
@@ -170,10 +171,10 @@ def _step_afterwards(
 
 
 def _parts_of_step(node: Node, live: Mapping[str, Any]) -> Parts:
-    """What a step afterwards is measured by: updates of two parameters in a row.
+    """What a later step is measured by: updates of two parameters in a row.
 
-    The temporaries of one update live on until those of the next take their names. Those of a `foreach` step are there
-    all at once.
+    The temporaries of one update are freed only when the next update assigns to the same names. A `foreach` step has
+    all its temporaries at once.
     """
     optimizer, clip_norm = live[LATER_STEP.name].optimizer, node.args[1]
     is_at_once = any(group.get("foreach") for group in optimizer.param_groups)
@@ -194,7 +195,7 @@ def _parts_of_step(node: Node, live: Mapping[str, Any]) -> Parts:
 
 @operation_maker
 def rehearsed_updates(kind: str, settings: str) -> Operation:
-    """(later step, group, parameters): updates in a row, for what a step afterwards costs; they never run."""
+    """(later step, group, parameters): updates in a row, to measure a later step; no step runs them."""
     return Operation(f"updates_{kind.lower()}", _never_run, settings=settings, rehearse=_rehearse_updates)
 
 
@@ -216,7 +217,7 @@ def _assign(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _settings(optimizer: torch.optim.Optimizer, group_index: int) -> str:
-    """Switches, and whether a number is zero: other kernels run then."""
+    """The settings that kernels depend on: switches, and whether a number is zero."""
     group = optimizer.param_groups[group_index]
     return f"[{', '.join(f'{name}={_as_switch(item)}' for name, item in sorted(group.items()) if name != 'params')}]"
 

@@ -1,9 +1,9 @@
-"""`align_products`: sizes of large matrix products become multiples of 16 bytes, which a GPU's product units ask for.
+"""`align_products`: sizes of large matrix products become multiples of 16 bytes, which a GPU's product units need.
 
-In: a derived Program. Out: one whose products read operands with a few zeros behind their rows or columns, where sizes
-were odd, and whose results are cut to size. A vocabulary of 50,257 in bfloat16, for instance: its three products took
-31 of the 62 ms of a step of GPT-2 small on an H200. Both copies are elementwise and become part of what makes or reads
-the matrix. REORDERS: another kernel adds in another order.
+In: a derived Program. Out: one in which odd operands of products get a few zeros after their rows or columns, and the
+results are cut to size. An example is a vocabulary of 50,257 in bfloat16: its three products took 31 of the 62 ms of a
+step of GPT-2 small on an H200. Both copies are elementwise and become part of the operations that make or read the
+matrix. REORDERS: another kernel adds in another order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from undertow.ir.types import contiguous_strides
 
 aten = torch.ops.aten
 
-UNIT_BYTES = 16  # what one load of a product unit takes; cuBLAS takes a kernel for any size otherwise
+UNIT_BYTES = 16  # one load of a product unit; for other sizes cuBLAS takes a general kernel, which is slower
 LEAST_ELEMENTS = 1 << 20  # smaller matrices are not worth a copy
 
 
@@ -72,7 +72,7 @@ class _Aligner:
         self.nodes.append(Node(operation_of(aten.clone.default), (whole,), copy, (result,), node.origin, node.phase))
 
     def _pad(self, value: Value, more: tuple[int, int], product: Node) -> Value:
-        """`value` with so many more rows and columns of zeros."""
+        """`value` with `more` rows and columns of zeros."""
         if more == (0, 0):
             return value
         base, is_transposed = value, False

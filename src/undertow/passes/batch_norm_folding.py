@@ -1,9 +1,9 @@
 """`fold_batch_norms`: batch normalisation by running statistics becomes part of the convolution before it.
 
-In: the Program of an evaluation, where what nobody reads has no name. Out: the same where a convolution that nothing
-but a batch normalisation reads has other weights, made by operations of their own from the parameters of both.
-REORDERS: the scale is applied to the weights instead of to the sums, which is one rounding of each weight, and none of
-the result.
+In: the Program of an evaluation, in which outputs that nobody reads have no name. Out: the Program without batch
+normalisations that are the only reader of a convolution. Such a convolution gets other weights, which extra operations
+make from the parameters of both. REORDERS: the scale is applied to the weights instead of the sums, so each weight is
+rounded once, and the result is not rounded again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`fold_chains`: elementwise operations of which each result is read once, by the next, become one pass over memory.
+"""`fold_chains`: elementwise operations whose results are each read once, by the next, become one pass over memory.
 
-In: a Program of which the kernels are chosen, and a function that measures nodes. Out: the same with a generated loop
-in the place of each such tree of operations, where that was measured to be faster than its parts. Only float32 tensors
-of one dense layout, and numbers; what broadcasts stays. REORDERS: multiplications and additions are fused.
+In: a Program whose kernels are chosen, and a function that measures nodes. Out: the Program with a generated loop
+instead of each such tree of operations, where the loop was measured to be faster. The operands are numbers and float32
+tensors of one dense layout; an operation that broadcasts stays. REORDERS: multiplications and additions are fused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 LEAST_ELEMENTS = 1 << 14  # a smaller tensor stays in the cache between its operations
 MOST_INPUTS = 6  # more streams than that are not prefetched
 
-Operand = Any  # a Value, a number, or the place of a step before
+Operand = Any  # a Value, a number, or the position of an earlier step
 Steps = list[tuple[str, tuple[Operand, ...]]]
 
 
@@ -38,12 +38,12 @@ def _gelu_backward(ct: Value, x: Value, approximate: str = "none") -> Steps:
 
 @dataclass(frozen=True)
 class _Step:
-    """The result of a step of the same operation."""
+    """The result of an earlier step of the same operation."""
 
     place: int
 
 
-# What an operation is in steps; its arguments as they stand in the node.
+# The steps that an operation consists of, with its arguments as in the node.
 _STEPS: dict[Any, Callable[..., Steps]] = {
     aten.add.Tensor: lambda x, y: [("add", (x, y))],
     aten.sub.Tensor: lambda x, y: [("sub", (x, y))],
@@ -116,7 +116,7 @@ def _place(operand: Operand, places: dict[Value, int], first: int) -> int | floa
 
 
 def _find_chains(program: Program) -> list[_Chain]:
-    """Trees of at least two nodes, each as large as it can be; both passes apart."""
+    """Trees of at least two nodes, each as large as possible, within one pass."""
     readers = program.readers
     maker = {value: place for place, node in enumerate(program.nodes) for value in node.named_outputs}
     taken: set[int] = set()
@@ -155,6 +155,6 @@ def _is_foldable(node: Node) -> bool:
     is_plain = kind.num_elements >= LEAST_ELEMENTS and is_dense(node.named_outputs[0])
     try:
         has_steps = bool(_STEPS[node.target](*node.args, **node.kwargs))
-    except TypeError:  # an argument beyond those of the record, such as alpha
+    except TypeError:  # an argument that the record does not have, such as alpha
         return False
     return is_plain and has_steps and all(value.type == kind for value in node.inputs)

@@ -1,8 +1,8 @@
 """`choose_kernels`: the best measured way to run each operation, and elementwise operations folded into it.
 
-In: a derived Program whose activations lie as `use_channels_last` put them, a function that measures nodes, and how to
-rank what it finds, by time unless memory is short. Out: a Program with other operations for the same values. Choices
-are made per shape from the table of measured costs, before any budget is seen: the same table gives the same bits at
+In: a derived Program whose activations have the layout of `use_channels_last`, a function that measures nodes, and how
+to rank costs, by time unless memory is short. Out: a Program with other operations for the same values. Choices are
+made per shape from the table of measured costs and do not depend on the budget: the same table gives the same bits at
 every budget.
 """
 
@@ -63,7 +63,7 @@ def choose_kernels(program: Program, measure: CostTable, rank: Callable[[Cost], 
 
 
 def _as_timed(prepared: Iterable[Node], residuals: dict[Value, Value]) -> dict[Node, Node]:
-    """Convolutions that are to end with a sum and a ReLU as they will run: how much that takes differs among them."""
+    """Convolutions that will end with a sum and a ReLU, as they will run: this costs some kernels more than others."""
     return {
         node: replace(node, args=(*node.args[:-2], residuals[node.named_outputs[0]], True))
         for node in prepared
@@ -72,7 +72,7 @@ def _as_timed(prepared: Iterable[Node], residuals: dict[Value, Value]) -> dict[N
 
 
 def _with_preparations(program: Program, preparations: dict[Node, Node]) -> Program:
-    """The Program in which every chosen node that reads prepared weights finds them, those of equal calls once."""
+    """The Program with a preparation for each chosen node that reads prepared weights, one for equal calls."""
     by_output = {item.outputs[0]: item for item in preparations.values()}
     made: dict[Any, Value] = {}
     nodes: list[Node] = []

@@ -1,7 +1,7 @@
 """`expand`: norms, softmaxes and losses as the elementwise operations and sums that they consist of.
 
-In: a derived Program. Out: the same with each such node replaced by PyTorch's own decomposition of it, so that parts of
-it can be computed again on their own and joined with what stands around. REORDERS: sums are taken in another order.
+In: a derived Program. Out: the Program with each such node replaced by PyTorch's own decomposition of it. Its parts can
+then be computed again separately, and joined with the nodes around them. REORDERS: sums are taken in another order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _is_expandable(operation: Operation) -> bool:
 
 
 def expand(program: Program) -> Program:
-    """The Program in operations that can be joined, as far as there are decompositions."""
+    """The Program in operations that can be joined, where there are decompositions."""
     return _Expander(program).run()
 
 
@@ -95,7 +95,7 @@ class _Expander:
             self._paste(node, graph)
 
     def _paste(self, node: Node, graph: torch.fx.Graph) -> None:
-        """The decomposition's nodes instead of `node`, which still make the values that it made."""
+        """Put the decomposition's nodes instead of `node`; they make the values that it made."""
         inputs = iter(dict.fromkeys(node.inputs))
         results = graph.find_nodes(op="output")[0].args[0]
         known = {item: value for item, value in zip(results, node.outputs, strict=True) if value is not None}
@@ -126,7 +126,7 @@ class _Expander:
 
 
 def _parts_of(item: torch.fx.Node) -> list[torch.fx.Node | None]:
-    """The nodes that take each of several outputs; None where nobody takes it."""
+    """For each of several outputs the node that takes it; None where there is none."""
     parts: list[torch.fx.Node | None] = [None] * len(item.meta["val"])
     for user in item.users:
         place = user.args[1]
@@ -140,7 +140,7 @@ def _tuples(argument: Any) -> Any:
 
 
 def _decompose(node: Node) -> torch.fx.Graph | None:
-    """The node's decomposition, its distinct inputs in order; None where it is no smaller, or types would change."""
+    """The node's decomposition, with its distinct inputs in order; None where there is none, or types would change."""
     distinct = list(dict.fromkeys(node.inputs))
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor | None]:

@@ -1,7 +1,8 @@
-"""`fold_activations`: a ReLU, and the sum before it, become part of what feeds them; so does its backward, or a GELU.
+"""`fold_activations`: a ReLU and the sum before it become part of the operation before them. So does a GELU, and the
+backward of a ReLU.
 
-In: a Program of which `choose_kernels` has chosen the kernels. Out: the same with fewer passes over memory. Only where
-nothing else reads what is then not made.
+In: a Program whose kernels `choose_kernels` has chosen. Out: the Program with fewer passes over memory. An operation is
+folded only if nothing else reads the value that is then not made.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ aten = torch.ops.aten
 
 
 def fold_activations(program: Program) -> Program:
-    """The Program with every ReLU that can be folded folded."""
+    """The Program with every activation folded that can be."""
     return _Folder(program).run()
 
 
 def find_residuals(program: Program) -> dict[Value, Value]:
-    """For each result of a convolution that is to end with a sum and a ReLU, what is added to it."""
+    """For each result of a convolution that will end with a sum and a ReLU, the value that is added to it."""
     maker, readers = program.makers, program.readers
     found: dict[Value, Value] = {}
     for node in program.nodes:
@@ -107,7 +108,7 @@ class _Folder:
         at = self.maker[addition.named_outputs[0]]
         for term, residual in (addition.args, addition.args[::-1]):
             before = self._made_for(term, at)
-            # A value that is added to itself is not there to be added once the sum is made with it.
+            # A value that is added to itself cannot be folded: it would not be made before the sum.
             is_other = term is not residual
             if before is not None and is_other and _is_alike(term, residual) and _takes_residual(before):
                 self.nodes[at] = None
@@ -115,7 +116,7 @@ class _Folder:
                 return
 
     def _move(self, old: Node, place: int, new: Node) -> None:
-        """`new`, which stands for `old` and for the node at `place`, runs there: what it reads is made by then."""
+        """Run `new` instead of `old` and of the node at `place`, at `place`: what it reads is made by then."""
         self.nodes[self.nodes.index(old)] = None
         self.nodes[place] = new
 
@@ -130,7 +131,7 @@ class _Folder:
         if is_own_backward(node) and is_alone:
             self.nodes[at], self.nodes[place] = None, with_mask(node, ct, y)
         elif node.target is BATCH_NORM_BACKWARD and (is_alone or min(self.readers[masked], key=_order) == place):
-            # The first to read the masked cotangent makes it for the others: that is the residual's cotangent.
+            # The first node that reads the masked cotangent makes it for the others: it is the residual's cotangent.
             args = (ct, *node.args[1:5], y, not is_alone)
             outputs = (*node.outputs[:3], None if is_alone else masked)
             self.nodes[at], self.nodes[place] = None, replace(node, args=args, outputs=outputs)

@@ -1,14 +1,14 @@
 """`fuse`: neighbouring elementwise operations, sums and norms become one operation each, for a GPU.
 
-In: a derived Program. Out: one whose nodes are products, convolutions, draws and groups; what the planner decides about
-then are passes over memory that exist, not values that fusion never makes.
+In: a derived Program. Out: one whose nodes are products, convolutions, draws and groups. So the planner decides about
+passes over memory that exist, and not about values that fusion never makes.
 
-Two fusible nodes may join when no product lies on a way between them. Each has a level: the most products before it on
-any way. Ways never lead from a level to a lower one, and through a product always to a higher one, so joining nodes of
-one level that are connected makes no circle. The passes are grouped apart. A group of the backward pass computes
-again, inside itself, what follows elementwise from the values that `find_kept` keeps; where a product or convolution
-needs such a value, a group of its own makes it before the first that does. The same holds in either pass for what
-follows elementwise from the Program's inputs alone, such as a weight in another precision.
+Two fusible nodes may join when no product is on a path between them. Each node has a level: the most products on any
+path to it. No path leads from a level to a lower one, and a path through a product leads to a higher one. So joining
+connected nodes of one level makes no cycle. The two passes are grouped separately. A group of the backward pass
+computes again, inside itself, what follows elementwise from the values that `find_kept` keeps. Where a product or
+convolution needs such a value, a group of its own makes it before the first reader. In both passes the same is done
+with what follows elementwise from the Program's inputs alone, such as a weight in another precision.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def fuse(program: Program) -> Program:
 
 @dataclass(eq=False)
 class _Piece:
-    """What becomes one node: nodes that join, or one node that does not. `order` is where it stood."""
+    """What becomes one node: nodes that join, or one node that does not. `order` is its position in the Program."""
 
     members: tuple[Node, ...]
     order: float
     is_group: bool
     nodes: tuple[Node, ...] = ()  # of a group: the members, the views between them, and what is computed again
-    reads: tuple[Value, ...] = ()  # from outside, views followed to what they show
+    reads: tuple[Value, ...] = ()  # from outside; instead of a view, the value that it views
     makes: dict[Value, Value] = field(default_factory=dict)  # what others read of it, and under which name
 
 
@@ -69,7 +69,7 @@ class _Fuser:
         return value
 
     def _find_cheap(self) -> set[Value]:
-        """What follows elementwise from inputs, or in the backward pass from the forward pass, and leaves nowhere."""
+        """What follows elementwise from inputs, or in the backward pass from the forward pass, and is no result."""
         final = {self.behind_views(value) for value in self.ends}
         given = {item.value for item in self.program.inputs}
         found: set[Value] = set()
@@ -82,7 +82,7 @@ class _Fuser:
         return found
 
     def levels(self, nodes: Iterable[Node]) -> dict[Node, int]:
-        """The most products, convolutions and draws on a way to each node, within one pass."""
+        """The most products, convolutions and draws on a path to each node, within one pass."""
         level: dict[Node, int] = {}
         after: dict[Value, int] = {}  # the least level that a reader of the value has
         for node in nodes:
@@ -92,7 +92,7 @@ class _Fuser:
         return level
 
     def _read_by_products(self, nodes: Sequence[Node]) -> set[Value]:
-        """What nodes that do not join others read, views followed to what they show."""
+        """What nodes that do not join others read; instead of a view, the value that it views."""
         single = (node for node in nodes if not is_fusible(node.operation) and not node.operation.is_view)
         found = {self.behind_views(value) for node in single for value in node.inputs}
         return {value for value in found if self.is_forward(value)} - self.cheap
@@ -132,13 +132,13 @@ class _Pass:
             if source in owner:
                 owner[source].makes[source] = source
         if not self.is_backward:
-            for value, piece in owner.items():  # in their order: the least memory of a step may not hang on addresses
+            for value, piece in owner.items():  # in order: the least memory of a step must not depend on addresses
                 if value in self.fuser.kept:
                     piece.makes[value] = value
         return [node for piece in self._sort() for node in self._emit(piece)]
 
     def _join(self) -> list[_Piece]:
-        """Groups of connected fusible nodes of one level, and every other node by itself; views are left out."""
+        """Groups of connected fusible nodes of one level, and every other node alone; views are left out."""
         level = self.fuser.levels(self.nodes)
         leader: dict[Node, Node] = {}
 
@@ -179,7 +179,7 @@ class _Pass:
         piece.reads = tuple(dict.fromkeys(self.again.get(value, value) for value in sources))
 
     def _is_lost(self, value: Value) -> bool:
-        """Whether the forward pass made the value and did not keep it, or nobody makes it at all."""
+        """Whether the forward pass made the value and did not keep it, or no node makes it at all."""
         if value in self.fuser.cheap:
             return True
         return self.is_backward and self.fuser.is_forward(value) and value not in self.fuser.kept
@@ -210,7 +210,7 @@ class _Pass:
         self.pieces.append(piece)
 
     def _sort(self) -> list[_Piece]:
-        """Each piece after those it reads from and draws in their order; otherwise as they stood."""
+        """Each piece after the pieces it reads from, and draws in order; otherwise in the Program's order."""
         pieces = sorted(self.pieces, key=lambda piece: piece.order)
         made_by = {name: place for place, piece in enumerate(pieces) for name in piece.makes.values()}
         waits = [
@@ -236,11 +236,11 @@ class _Pass:
                 waits[follower].discard(place)
                 if not waits[follower]:
                     heapq.heappush(ready, follower)
-        assert len(ordered) == len(pieces), "joining made a circle"
+        assert len(ordered) == len(pieces), "joining made a cycle"
         return _delay_repeats(ordered)
 
     def _emit(self, piece: _Piece) -> list[Node]:
-        """The piece as a node, after the views it reads and before those of its results that leave the Program."""
+        """The piece as a node, after the views that it reads and before the views of its results that are outputs."""
         nodes: list[Node] = []
         if piece.is_group:
             if not piece.makes:
@@ -275,7 +275,7 @@ class _Pass:
 
 
 def _join_nodes(piece: _Piece) -> Node:
-    """One node for a group; a single operation stays what it is."""
+    """One node for a group; a single operation stays as it is."""
     if len(piece.nodes) == 1:
         (node,) = piece.nodes
         if node.target is torch.ops.prims.convert_element_type.default:  # Inductor's name for a cast
@@ -292,7 +292,7 @@ def _join_nodes(piece: _Piece) -> Node:
 
 
 def _delay_repeats(pieces: Sequence[_Piece]) -> list[_Piece]:
-    """The pieces in order, those that only make something again right before it is first read."""
+    """The pieces in order, but those that only make something again come right before its first reader."""
     waiting = {name: piece for piece in pieces if not piece.members for name in piece.makes.values()}
     ordered: list[_Piece] = []
     for piece in pieces:

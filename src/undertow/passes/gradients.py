@@ -1,8 +1,8 @@
-"""Gradients as autograd's accumulation takes them over, so that the copies that it would make are counted.
+"""The copies of gradients that autograd's accumulation would make, as operations of the Program, so that they count.
 
-In: a derived Program. Out: the Program with these copies as operations. EXACT: the same numbers in the same places.
-Autograd keeps the tensor that it is given where that lies as its parameter does and nobody else holds it. What a later
-operation still reads is handed over after that (`code.py`).
+In: a derived Program. Out: the Program with these copies. EXACT: the same numbers in the same layout. Autograd keeps
+the tensor that it is given if that has its parameter's strides and nothing else holds it. A gradient that a later
+operation reads is handed over after that (`code.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from undertow.ops.own import RESTRIDE
 
 
 def lay_out_gradients(program: Program, *, is_fast: bool) -> Program:
-    """The Program whose gradients lie as their inputs do, apart from those that the user computed.
+    """The Program whose gradients have the strides of their inputs, except where the user computed the input.
 
-    Strides of dims of size 1 are a kernel's own affair where eager runs the same kernel, which is not so in `fast`.
+    Along dims of size 1 the kernel's strides stay if eager runs the same kernel, which `fast` does not.
     """
     leaves = _leaves(program)
 
@@ -34,9 +34,9 @@ def lay_out_gradients(program: Program, *, is_fast: bool) -> Program:
 
 
 def part_gradients(program: Program, is_kept: Callable[[Gradient], bool] = lambda item: True) -> Program:
-    """The Program in which a gradient that is kept lies in no other one's memory.
+    """The Program in which no gradient shares memory with another gradient that is kept.
 
-    What is done in place to one, such as clipping, must not reach the other.
+    A change in place of one, such as clipping, must not change the other.
     """
     leaves = _leaves(program)
     others = [item.value for item in program.gradients if item.value is not None and item.input not in leaves]
@@ -59,9 +59,9 @@ def _leaves(program: Program) -> set[Value]:
 
 
 def _is_copied_for_layout(leaf: TensorType, gradient: TensorType) -> bool:
-    """Whether autograd makes a copy because the gradient lies otherwise than it wants it to lie.
+    """Whether autograd makes a copy because the gradient has other strides than it asks for.
 
-    It looks past dims of size 1, unless one has the stride 0: such a tensor may be an expanded one.
+    It ignores dims of size 1, unless one has the stride 0: such a tensor may be an expanded one.
     """
     strides = list(zip(leaf.shape, leaf.packed.strides, gradient.strides, strict=True))
     if leaf.is_dense and any(size == 1 and found == 0 for size, _, found in strides):
@@ -82,7 +82,7 @@ class _Span:
 
 
 def _find_span(program: Program, value: Value) -> _Span:
-    """Where a value lies: views are taken once more, of tensors without memory."""
+    """Where a value lies in its storage: its views are taken again, of tensors without memory."""
     views: list[tuple[Node, Value]] = []
     root = value
     while (maker := program.makers.get(root)) is not None and maker.shared_input is not None:

@@ -1,8 +1,8 @@
-"""Weights that an evaluation reads in another form than the user holds them in: made once, kept until they change.
+"""Weights that an evaluation reads in another form than the user's: made once, and held until the weights change.
 
-`find_fixed` says which values are the same in every call; `hold_prepared` moves what is made of them in front of the
-Program. In: the Program of an evaluation. Out: one that reads prepared weights as inputs, with the Program that makes
-these inside. EXACT: the same operations on the same numbers, once instead of in every call.
+`find_fixed` says which values are the same in every call. `hold_prepared` moves what is made from them into the
+Program's preparation. In: the Program of an evaluation. Out: one that reads prepared weights as inputs, and has the
+Program that makes them as its `preparation`. EXACT: the same operations on the same numbers, but only once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from undertow.ir.cleaning import remove_unused
 
 
 def find_fixed(program: Program) -> set[Value]:
-    """Parameters, buffers and what is prepared or viewed of them; none where there is a backward pass."""
+    """Parameters, buffers, and what is prepared from them or views them; none where there is a backward pass."""
     if program.backward_start < len(program.nodes):
         return set()
     changed = {update.input for update in program.updates}

@@ -1,13 +1,13 @@
 """`find_kept`: what the forward pass keeps for the backward pass, when elementwise operations cost nothing to repeat.
 
-In: an expanded Program. Out: the values to keep, of the least bytes in sum, from which every value that the backward
-pass reads follows by elementwise operations and views. A minimum cut: each value is an edge of the capacity of its
-bytes, from what makes it to what reads it; what an elementwise operation makes may be cut before it, at what it reads.
-Inputs of the Program are there anyway. After Chen et al. 2016 and the partitioner of PyTorch's AOTAutograd.
+In: an expanded Program. Out: the values to keep, with the fewest bytes in total, from which every value that the
+backward pass reads follows by elementwise operations and views. They are a minimum cut: each value is an edge from its
+maker to its readers, with its bytes as capacity. Instead of the output of an elementwise operation, its inputs may be
+cut. Inputs of the Program are there anyway. After Chen et al. 2016 and the partitioner of PyTorch's AOTAutograd.
 
-A value that passes from one fused pass to another is written to memory in any case and read from there: otherwise a
-sum along all layers would be repeated from its beginning. A value that products of both passes read is kept: making it
-again would take a pass of its own, and that is for the planner to weigh.
+A value that one group makes and another reads is written to memory in any case, and read from there: otherwise a sum
+along all layers would be repeated from its beginning. A value that products of both passes read is kept: making it
+again would take a pass over memory of its own, and the planner decides about that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST = 2**30
 
 
 def find_kept(program: Program, passed_on: set[Value], in_demand: set[Value]) -> set[Value]:
-    """The values to keep besides `in_demand`, which are; `passed_on` are written to memory in any case."""
+    """The values to keep in addition to `in_demand`; `passed_on` are written to memory in any case."""
     made = {value: node for node in program.first_pass for value in node.named_outputs if value not in in_demand}
     needed = {value for node in program.second_pass for value in node.inputs if value in made}
     numbers = {value: number for number, value in enumerate(made)}

@@ -1,11 +1,11 @@
 """`use_channels_last`: the activations of a convolutional network with the channels innermost in memory.
 
-In: the Program of a forward pass. Out: the same with four-dimensional values in PyTorch's channels_last layout from one
-convolution to the next; whatever is not known to keep that layout gets its arguments as they were. The user sees
-neither: arguments are copied in, outputs are copied back.
+In: the Program of a forward pass. Out: the Program with four-dimensional values in PyTorch's channels_last layout from
+one convolution to the next. Operations that are not known to preserve this layout get their arguments in the old one.
+The user sees no difference: arguments are copied to the layout, and outputs are copied back.
 
-REORDERS: kernels add in another order. Random operations are among those that get what they always got: a mask drawn
-in another order of memory would be another mask.
+REORDERS: kernels add in another order. Random operations get the old layout: a mask drawn in another order of memory
+would be another mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from undertow.ops.own import RESTRIDE, functional
 
 aten = torch.ops.aten
 
-# Operations whose outputs lie as their first argument does; all pointwise ones do too.
+# Operations whose outputs have the layout of their first argument, as with all pointwise ones.
 _KEEPING = {
     aten.convolution.default,
     aten.max_pool2d_with_indices.default,
@@ -37,7 +37,7 @@ _KEEPING = {
 
 
 def use_channels_last(program: Program) -> Program:
-    """The forward pass with channels innermost, if it has a convolution that this may serve."""
+    """The forward pass with channels innermost, if it has a convolution that may gain from it."""
     if any(_is_convolution(node) for node in program.nodes):
         return _Rewriter(program).run()
     return program

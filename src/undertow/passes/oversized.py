@@ -1,7 +1,7 @@
-"""`compact_oversized`: some kernels return a small tensor at the front of a large memory; a copy lets that go.
+"""`compact_oversized`: some kernels return a small tensor at the start of a large storage; after a copy, it is freed.
 
-EXACT. A mean loss computes one number per element and returns the first element's memory, resized, as the mean: eager
-holds as much as the prediction until the backward pass is over.
+EXACT. A mean loss computes one number per element, and returns the mean in the same storage. So eager holds as many
+bytes as the prediction has until the backward pass is over.
 """
 
 from __future__ import annotations

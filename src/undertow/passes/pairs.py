@@ -1,8 +1,8 @@
-"""`choose_pairs`: operations whose backward pass reads something else if their forward pass is run another way.
+"""`choose_pairs`: pairs of a forward and a backward operation that are replaced together.
 
-In: a derived Program, a function that measures nodes, how to rank what it finds. Out: the same with max pooling by
-one-byte codes, and softmax cross entropy from the logits, where the forward and backward pass together rank lower than
-PyTorch's. Only where nothing else reads what is then not made. Max pooling is EXACT, cross entropy REORDERS.
+In: a derived Program, a function that measures nodes, how to rank costs. Out: the Program with max pooling by one-byte
+codes, and softmax cross entropy from the logits, where the new pair ranks lower than PyTorch's. A pair is replaced only
+if nothing else reads the values that are then not made. Max pooling is EXACT, cross entropy REORDERS.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from undertow.kernels.compiler import HAS_NUMBA
 
 aten = torch.ops.aten
 
-# What stands at places of the Program instead of the nodes there; None for nothing.
+# New nodes by position in the Program; None where the old node is only removed.
 Exchange = dict[int, Node | None]
 
 _REDUCTIONS = {1: "mean", 2: "sum"}
@@ -30,7 +30,7 @@ _MOST_CODES = 256
 
 
 def choose_pairs(program: Program, measure: Any, rank: Callable[[Cost], Any]) -> Program:
-    """The Program with those exchanges made that rank lower than what they stand for."""
+    """The Program with each pair replaced whose replacement ranks lower."""
     readers = program.readers
     exchanges = [found for maker in (_pool, _cross_entropy) for found in maker(program, readers)]
     if not exchanges:

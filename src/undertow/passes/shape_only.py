@@ -1,7 +1,7 @@
-"""`forget_shape_only_reads`: what a kernel asks of an argument is at times its shape alone; then it need not be kept.
+"""`forget_shape_only_reads`: an argument of which a kernel reads only the shape need not be kept.
 
-EXACT. Eager keeps the input of every pooling layer for this, as large as an activation. Only on the CPU, where the
-kernels were seen to leave the elements alone; CUDA's copy the argument first if it is not contiguous.
+EXACT. Eager keeps the input of every pooling layer for its shape. The pass is only for the CPU, where the kernels were
+seen not to read the elements; CUDA's kernels first copy an argument that is not contiguous.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a whole training step does with its gradients: which optimizer takes them, and when.
+"""What a whole training step does with its gradients: which optimizer uses them, and when.
 
 In: a Program with the backward pass from a loss, a model, an optimizer or none. Out: the Program with its updates.
 An optimizer that treats parameters one by one steps inside the backward pass, parameter by parameter. Clipping,
-accumulation, step hooks and other optimizers need all gradients: those step at the end.
+accumulation, step hooks and other optimizers need all gradients: there the optimizer steps at the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Training:
 
     @property
     def has_step_hooks(self) -> bool:
-        """Whether somebody wants to see the optimizer step."""
+        """Whether the optimizer has hooks that are called when it steps."""
         if self.optimizer is None:
             return False
         own = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
@@ -64,13 +64,13 @@ class Training:
         return (parameter for group in groups for parameter in group["params"])
 
     def notes(self) -> tuple[str, ...]:
-        """Why the optimizer steps afterwards, where it does."""
+        """Why the optimizer steps at the end, where it does."""
         if self.optimizer is None or self.updates_inside:
             return ()
         return (f"the optimizer steps after the backward pass, and gradients are held until then: {self._why_later()}",)
 
     def add_to(self, program: Program) -> Program:
-        """The Program with what becomes of its gradients."""
+        """The Program with what is done with its gradients."""
         uses = self._find_uses(program.gradients)
         at_end = None
         if self.optimizer is not None and not self.updates_inside:
@@ -86,7 +86,7 @@ class Training:
         )
 
     def _why_later(self) -> str:
-        """What keeps the optimizer from stepping inside the backward pass; nothing where nothing does."""
+        """Why the optimizer cannot step inside the backward pass; empty where it can."""
         name = type(self.optimizer).__name__
         if self.clip_norm is not None:
             return "clipping needs the norm of all gradients"
@@ -97,7 +97,7 @@ class Training:
         return f"{name} has step hooks" if self.has_step_hooks else ""
 
     def _is_added_up(self, parameter: torch.nn.Parameter, updated: set[torch.nn.Parameter]) -> bool:
-        """Whether the parameter's gradient stays from call to call, as eager's does until somebody clears it."""
+        """Whether the parameter's gradient stays from call to call, as eager's does until it is cleared."""
         return self.accumulate > 1 or (self.optimizer is not None and parameter not in updated)
 
     def _find_uses(self, gradients: Sequence[Gradient]) -> dict[Value, Use]:
@@ -112,7 +112,7 @@ class Training:
                 continue
             parameter = parameters.get(gradient.input.name)
             if parameter is None:
-                raise CallError(f"{gradient.input} requires a gradient and is no parameter of the model; detach it")
+                raise CallError(f"{gradient.input} requires a gradient and is not a parameter of the model; detach it")
             if id(parameter) in group_of:
                 assert self.optimizer is not None
                 index = group_of[id(parameter)]

@@ -1,9 +1,9 @@
-"""`add_updates`: a forward and backward pass, and what becomes of the gradients, as one Program.
+"""`add_updates`: a forward pass, its backward pass, and what is done with the gradients, as one Program.
 
-In: a derived Program whose only cotangent is that of a scalar loss and whose gradients lie as their parameters do, and
-what is to be done with each gradient. Out: the Program without cotangents: the loss's own is the number one, made where
-the backward pass begins, as `loss.backward()` makes it. Each update stands where it can first run: its gradient
-complete, its parameter read for the last time.
+In: a derived Program whose only cotangent is a scalar loss's and whose gradients have the strides of their parameters,
+and what to do with each gradient. Out: the Program without cotangents. The loss's own is the number one, made where the
+backward pass begins, as in `loss.backward()`. Each update is at the first position where it can run: its gradient is
+complete, and its parameter has been read for the last time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Use:
-    """What is done with a gradient: `operation(*before, input, gradient, *after)`; a consumed one is gone after it."""
+    """What is done with a gradient: `operation(*before, input, gradient, *after)`; a consumed one is freed after it."""
 
     operation: Operation
     is_consumed: bool

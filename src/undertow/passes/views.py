@@ -1,8 +1,8 @@
-"""`undo_views`: a view that leads back to a tensor that is there is that tensor.
+"""`undo_views`: a view that equals the tensor that it was made from is replaced by that tensor.
 
 EXACT. The derivative of a linear layer transposes what the layer transposed, and its weight's gradient twice; each
-takes a call at every step. A view that keeps every element, with the sizes and strides of what it was made from, is
-that very tensor. Outputs stay as they are: the user is given a view where eager gives one.
+takes a call at every step. A view that shows every element, with the sizes and strides of the tensor that it was made
+from, is that tensor. Outputs stay as they are: the user gets a view where eager gives one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FREE_OFFSET = {torch.ops.aten.as_strided.default}  # may begin elsewhere with a
 
 
 def undo_views(program: Program) -> Program:
-    """The Program in which whoever reads such a view reads the tensor itself."""
+    """The Program in which readers of such a view read the tensor itself."""
     inputs = {item.value for item in program.inputs} | {item.value for item in program.cotangents}
     outputs = {*program.outputs, *(update.value for update in program.updates)}
     ways: dict[Value, tuple[Value, ...]] = {}  # each view, and all that it was made from
@@ -36,7 +36,7 @@ def undo_views(program: Program) -> Program:
         return same.get(value, value)
 
     def end(value: Value) -> Value:
-        # A gradient is handed over: an input's memory is not the step's to give.
+        # A gradient is handed over to the user: it must not lie in an input's memory.
         return value if value in outputs or read(value) in inputs else read(value)
 
     return remove_unused(program.map_nodes(lambda node: (node.with_values(read),)).with_ends(end))

@@ -1,8 +1,8 @@
 """Capture: a module or function and example arguments in, the forward pass as a Program out.
 
-The code is run once on tensors without data. Nothing of the user's is changed: parameters and buffers are exchanged
-for their traced twins while it runs and put back, attributes it assigned are put back, generators are left alone.
-Not captured: Python side effects other than assigned attributes (they are refused where they can be noticed).
+The code is run once on tensors without data. Nothing of the user's is changed. While the code runs, traced twins
+replace parameters and buffers. Afterwards these and the attributes that the code assigned are put back. Generators keep
+their state. Not captured: Python side effects other than assigned attributes; where they are noticed, they are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from undertow.record.python_state import Change, Place, Reach, key_of
 from undertow.record.recorder import CaptureRecorder
 from undertow.record.side_effects import AttributeWatch, GeneratorWatch, PythonRandomness, has_traced, no_seeding
 
-# Recording puts functions of PyTorch and attributes of the model aside for the while: one thread at a time.
+# Recording replaces functions of PyTorch and attributes of the model while it runs: one thread at a time.
 _RECORDING = threading.RLock()
 
 
@@ -57,12 +57,12 @@ class Assignment:
 
     @property
     def is_outside(self) -> bool:
-        """Whether it is none of the model's: an attribute of a class, a global."""
+        """Whether it does not belong to the model: an attribute of a class, a global."""
         return self.reach is Reach.FAR
 
     @property
     def is_by_structure(self) -> bool:
-        """Whether what is assigned is told apart by its structure rather than by which object it is."""
+        """Whether calls are told apart by the structure of what is assigned, and not by its identity."""
         return self.is_own and (self.has_tensors or isinstance(self.skeleton, ATOMS))
 
 
@@ -74,10 +74,10 @@ def _make_assignment(change: Change, slot: Callable[[torch.Tensor], Slot]) -> As
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A forward pass, the structure of what it returns, and the tensors it reached by itself.
+    """A forward pass, the structure of what it returns, and the tensors that it found outside its arguments.
 
-    The Program's outputs are the tensors of the result in order, then those of the assignments. A skeleton holds a
-    Slot, numbering the outputs, where the result holds a tensor.
+    The Program's outputs are the tensors of the result in order, then the tensors of the assignments. Where the result
+    holds a tensor, a skeleton holds a Slot with the number of the output.
     """
 
     program: Program
@@ -90,12 +90,12 @@ class Captured:
     newly_required: tuple[int, ...]  # arguments on which the code called requires_grad_()
 
     def tensor_behind(self, item: Input, tensors: list[torch.Tensor], modules: dict[str, torch.nn.Module]) -> Any:
-        """The tensor an input stands for: among a call's `tensors`, or, found anew at every call, in a module."""
+        """The tensor that an input stands for: one of the call's `tensors`, or what a module holds at this call."""
         holder, key = self.place_of(item, modules)
         return (tensors if holder is None else holder)[key]
 
     def place_of(self, item: Input, modules: dict[str, torch.nn.Module]) -> tuple[Any, Any]:
-        """What holds the tensor an input stands for, and under which key; None for the tensors of the call."""
+        """The holder of the tensor that an input stands for, and its key there; no holder for tensors of the call."""
         if item.kind is InputKind.ARGUMENT:
             return None, self.arguments[item.value]
         if item.kind is InputKind.CONSTANT:
@@ -126,7 +126,7 @@ def capture(
 
 def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict[str, torch.nn.Module]) -> Captured:
     recorder = CaptureRecorder({id(module): path for path, module in modules.items()})
-    # An outer capture must not see what this one does on the way.
+    # An outer capture must not see what this one does.
     with (
         _disable_current_modes(),
         _traced_parameters(recorder, modules),
@@ -167,14 +167,14 @@ def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict
 
 
 def _contents(arguments: Any) -> Any:
-    """Where in the arguments which tensor is, and which plain values there are beside them."""
+    """Which tensor is where in the arguments, and the plain values among them."""
     without_tensors = replace_tensors(arguments, lambda tensor: None)
     return [(path, id(tensor)) for path, tensor in tensors_in(arguments)], structure_key(without_tensors)
 
 
 @contextmanager
 def _quiet_fake_tensors() -> Iterator[None]:
-    # PyTorch logs a traceback for a call that is wrong; the error itself says what it is.
+    # PyTorch logs a traceback when a call is wrong; the error itself already says so.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:
@@ -185,7 +185,7 @@ def _quiet_fake_tensors() -> Iterator[None]:
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    # Inference mode leaves out the dispatch keys beneath which a recorder sees what composite operations are made of.
+    # In inference mode PyTorch skips dispatch keys that a recorder needs to see the parts of composite operations.
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -195,7 +195,7 @@ def _outside_inference_mode() -> Iterator[None]:
 
 @contextmanager
 def _fresh_autocast_cache() -> Iterator[None]:
-    # Casts of real weights must not enter the Program, nor casts of traced ones the user's autocast region.
+    # Cached casts of real weights must not get into the Program, nor casts of twins into the user's autocast region.
     torch.clear_autocast_cache()
     try:
         yield
@@ -307,7 +307,7 @@ def _finish(recorder: CaptureRecorder, result: Any, changes: list[Change], argum
 
 
 def _without_false_detach(recorder: CaptureRecorder, node: Node) -> Node:
-    """Autograd detaches an output that it saves and connects it again when it is read: no end of a history."""
+    """Autograd detaches an output that it saves, and connects it again when it is read: the history goes on."""
     if node.target is not torch.ops.aten.detach.default or node.outputs[0] is None:
         return node
     return (
@@ -318,19 +318,19 @@ def _without_false_detach(recorder: CaptureRecorder, node: Node) -> Node:
 
 
 def _has_history(recorder: CaptureRecorder, value: Value) -> bool:
-    # For a view of something written in place, autograd makes the history when it is asked, by running view operations.
+    # For a view of a tensor that was written in place, asking for the history runs view operations.
     with recorder:
         return any(tensor.grad_fn is not None for tensor in recorder.holders(value))
 
 
 def _refuse_lost_history(recorder: CaptureRecorder, program: Program) -> None:
-    """Where autograd carries a gradient on a way that was not recorded (TorchScript has its own), stop."""
+    """Raise if autograd carries a gradient along a path that was not recorded (TorchScript has its own)."""
     for node in program.nodes:
         for value in node.named_outputs:
             is_unexplained = not any(item in program.differentiable for item in node.inputs)
             if value in program.differentiable and is_unexplained and _has_history(recorder, value):
                 raise CaptureError(
-                    f"the gradient that reaches {node.name} ({node.origin}) takes a way that cannot be recorded, "
+                    f"the gradient that reaches {node.name} ({node.origin}) takes a path that cannot be recorded, "
                     f"such as through a TorchScript function; use the Python function it was made from"
                 )
 

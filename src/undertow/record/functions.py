@@ -1,7 +1,7 @@
 """Custom autograd Functions as opaque operations.
 
-Recording would look inside `Function.forward` and lose its `backward`. While a capture is under way, `Function.apply`
-is therefore replaced (for the capturing thread; others pass through) by one that records a single node.
+Recording would look inside `Function.forward` and lose its `backward`. So during a capture `Function.apply` is
+replaced by a function that records a single node. Other threads still reach the original.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def _record_function(recorder: CaptureRecorder, function: type[torch.autograd.Fu
 def _run_once(
     recorder: CaptureRecorder, function: type[torch.autograd.Function], args: tuple[Any, ...], requires_grad: Any
 ) -> tuple[list[Any], Any]:
-    """The arguments it was run on, and what it returned: on fake tensors, or on real ones where it needs them."""
+    """The arguments that it ran on, and what it returned: fake tensors, or real ones where it needs them."""
     try:
         with recorder.on_fakes():
             inputs = _make_inputs(recorder.fakes_of(args), requires_grad)
             return inputs, apply_function(function, *inputs)
     except Exception:
-        # The forward of a Function may do what only real tensors can: NumPy, foreign kernels.
+        # The forward of a Function may need real tensors: for NumPy, or for kernels of other libraries.
         with torch.enable_grad(), recorder.untraced():
             inputs = _make_inputs(recorder.evaluate_arguments(args), requires_grad)
             return inputs, apply_function(function, *inputs)
@@ -105,7 +105,7 @@ def _find_gradients(recorder: CaptureRecorder, inputs: list[Any], outputs: list[
     """Which arguments the Function's backward gives a gradient, from running it once."""
     sources = [given for given, needs in zip(inputs, requires_grad, strict=True) if needs]
     if any(given is output for given in sources for output in outputs):
-        return requires_grad  # a written argument is its own output; what came before it cannot be asked
+        return requires_grad  # a written argument is its own output, and its value before that is gone
     try:
         with recorder.on_fakes() if recorder.is_fake(outputs) else recorder.untraced():
             cts = [None if output is None else torch.ones_like(output) for output in outputs]
@@ -116,7 +116,7 @@ def _find_gradients(recorder: CaptureRecorder, inputs: list[Any], outputs: list[
 
 
 def _context_type(inputs: list[Any], outputs: list[Any]) -> OpaqueType:
-    """The bytes that the Function saved beside its arguments and outputs, which count for themselves."""
+    """The bytes that the Function saved, without its arguments and outputs, which are counted elsewhere."""
     known = {item.untyped_storage()._cdata for item in (*inputs, *outputs) if isinstance(item, torch.Tensor)}
     saved: dict[int, int] = {}
     for output in outputs:

@@ -11,9 +11,9 @@ from undertow.errors import CaptureError
 
 
 def refuse_lazy(modules: Mapping[str, torch.nn.Module]) -> None:
-    """Raise CaptureError for a module, here by its path, whose parameters or buffers are not initialized yet.
+    """Raise CaptureError if a module's parameters or buffers are not initialized yet; `modules` are by path.
 
-    Its first call draws them between the draws of the modules before and after it: only that call itself can do so.
+    The first call of the model draws them in between the draws of other modules. Nothing else can do so in that order.
     """
     for path, module in modules.items():
         tensors: list[Any] = [*module._parameters.values(), *module._buffers.values()]

@@ -1,9 +1,9 @@
-"""Losses that PyTorch computes in other ways on tensors without data: recorded as eager computes them.
+"""Two losses that PyTorch computes differently on tensors without data: they are recorded as eager computes them.
 
-Both functions ask whether a tensor is of a subclass, and every recorded tensor is. Cross entropy with weights and label
-smoothing then adds up weights of ignored targets as zeros, which rounds otherwise than leaving them out. CTC with
-lengths that are numbers writes these into a tensor that has no memory. While a capture is under way both functions are
-replaced (for the capturing thread; others pass through).
+Both functions ask whether a tensor is of a subclass, and every traced tensor is. Cross entropy with weights and label
+smoothing then adds the weights of ignored targets as zeros, which rounds differently from leaving them out. CTC with
+lengths that are numbers writes these into a tensor that has no memory. So during a capture both functions are replaced.
+Other threads still reach the originals.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _sum_selected(weight: Tensor, target: Tensor, is_ignored: Tensor) -> Tensor:
     return weight.gather(0, target.masked_select(~is_ignored).flatten()).sum()
 
 
-# The weights of the targets that are not ignored, added up.
+# The sum of the weights of the targets that are not ignored.
 SUM_SELECTED = register_kernel(
     "sum_selected_weights",
     _sum_selected,
@@ -75,13 +75,13 @@ def _record_cross_entropy(recorder: Recorder, original: Callable[..., Tensor], *
 
 
 def _with_selected_weights(nodes: list[Node]) -> list[Node]:
-    """The nodes of a cross entropy: where weights are gathered, masked and added up, they are selected and added up."""
+    """The nodes of a cross entropy. Gathering, masking and adding weights becomes selecting and adding them."""
     makers = {value: node for node in nodes for value in node.named_outputs}
-    readers = {value: node for node in nodes for value in node.inputs}  # the last reader; here there is one
+    readers = {value: node for node in nodes for value in node.inputs}  # the last reader; here each value has one
     for gather in nodes:
         if gather.target is aten.gather.default:
             weight, _, chosen = gather.args
-            masked_target = _behind_views(chosen, makers)
+            masked_target = _maker_before_views(chosen, makers)
             (gathered,) = gather.named_outputs
             masked = readers[gathered]
             total = readers[masked.named_outputs[0]]
@@ -93,9 +93,9 @@ def _with_selected_weights(nodes: list[Node]) -> list[Node]:
     return nodes
 
 
-def _behind_views(value: Value, makers: dict[Value, Node]) -> Node:
+def _maker_before_views(value: Value, makers: dict[Value, Node]) -> Node:
     maker = makers[value]
-    return _behind_views(maker.inputs[0], makers) if maker.operation.is_view else maker
+    return _maker_before_views(maker.inputs[0], makers) if maker.operation.is_view else maker
 
 
 def _ctc_loss(

@@ -1,8 +1,8 @@
 """The loss among what a model returns.
 
-A model's own loss is what it returns alone, as `["loss"]` or `.loss`, or first in a tuple, as `transformers` does with
-`return_dict=False`. Alone and in a tuple it is known by being the only scalar that carries a gradient: an accuracy may
-stand beside it, a second loss may not.
+A model returns its own loss alone, as `["loss"]` or `.loss`, or first in a tuple, as `transformers` does with
+`return_dict=False`. Alone or in a tuple it must be the only scalar that carries a gradient: the model may return an
+accuracy too, but not a second loss.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def find_loss(outputs: Any, is_scalar: Callable[[Any], bool]) -> Any:
-    """The loss among `outputs`, None where there is none; `is_scalar` says what is a scalar that carries a gradient."""
+    """The loss among `outputs`, None where there is none; `is_scalar` tells scalars that carry a gradient."""
     if is_scalar(outputs):
         return outputs
     if isinstance(outputs, dict):

@@ -33,7 +33,7 @@ def current_origin(module_paths: dict[int, str]) -> Origin:
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither PyTorch's, nor Python's, nor Undertow's own (the zoo counts as the user's)."""
+    """Whether a file is the user's: not PyTorch's, Python's or Undertow's. The zoo counts as the user's."""
     if filename.startswith((_TORCH_FOLDER, "<")):
         return False
     if filename.startswith(_STANDARD_FOLDER) and "site-packages" not in filename:
@@ -42,6 +42,6 @@ def is_users(filename: str) -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the user's that an error went through."""
+    """The innermost line of the user's code that an error went through."""
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     return f"{os.path.basename(lines[-1].filename)}:{lines[-1].lineno}" if lines else "an unknown line"

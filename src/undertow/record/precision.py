@@ -1,8 +1,8 @@
 """`numerics="bf16"`: a forward pass as autocast runs it, products and convolutions in bfloat16, weights in float32.
 
-In: a function of the model. Out: the same function inside an autocast region of its own, so that a recorded Program
-holds every cast as an operation, and gradients come out in float32. As with nested regions anywhere, the innermost
-counts: this one overrides the region a user calls from, and a region inside the model overrides this one.
+In: a function of the model. Out: the same function inside an autocast region of its own. A recorded Program then holds
+every cast as an operation, and gradients are in float32. As always with nested regions, the innermost one counts: this
+one overrides a region around the user's call, and a region inside the model overrides this one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from undertow.terms import Numerics
 
 
 def with_precision(numerics: Numerics, model: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, in bf16 numerics computed in bfloat16 on the devices of the model and of the arguments."""
+    """`forward`; in bf16 numerics under autocast, on the devices of the model and of the arguments."""
     if numerics is not Numerics.BF16:
         return forward
 

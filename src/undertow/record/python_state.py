@@ -1,12 +1,12 @@
-"""Python state that recorded code can change: where it is, how it was, and what became of it.
+"""Python state that recorded code can change: where it is, what it was, and what it is now.
 
-In: the modules of a model and the function that is recorded. Out: after the code ran, its changes, each with a place
-that can be read and written, so that a change can be undone and made again.
+In: the modules of a model and the function that is recorded. Out: the changes that the code made. Each names the place
+of the state, which can be read and written, so that a change can be undone and made again.
 
-Found from the modules: their attributes, parameters, buffers, submodules and hooks; containers and objects of the
-user's in their attributes, three deep; attributes of their classes; globals and closures of their methods and hooks.
-Not found: what C holds (`functools.lru_cache`), globals of other files whose functions are called, containers of 1000
-items or more.
+Found from the modules: their attributes, parameters, buffers, submodules and hooks; the user's containers and objects
+in their attributes, three levels deep; attributes of their classes; globals and closures of their methods and hooks.
+Not found: what C code holds (`functools.lru_cache`), globals of other files whose functions are called, containers of
+1000 items or more.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Place:
         raise NotImplementedError
 
     def key(self) -> Any:
-        """Equal while the same is there, hashable."""
+        """Hashable; equal as long as the place holds the same."""
         return key_of(self.read())
 
 
@@ -119,7 +119,7 @@ class Cell(Place):
 
 
 class Reach(enum.Enum):
-    """How near state is to the modules."""
+    """How far state is from the modules."""
 
     OWN = "attributes, parameters, buffers, submodules and hooks of a module"
     SHOWN = "a list or dict in an attribute without an underscore"
@@ -222,7 +222,7 @@ class _Walk:
 
     def _is_new(self, item: Any) -> bool:
         is_new = id(item) not in self._seen
-        self._seen[id(item)] = item  # held, so that its id names nothing else
+        self._seen[id(item)] = item  # held, so that no other object gets its id
         return is_new
 
     def add_module(self, path: str, module: torch.nn.Module) -> None:
@@ -243,7 +243,7 @@ class _Walk:
                 self.look(place, item, 1, Reach.SHOWN if is_shown else Reach.NEAR)
 
     def add_class(self, kind: type) -> None:
-        """The attributes of a class of the user's, and its methods."""
+        """The attributes and methods of one of the user's classes."""
         if not _is_users_class(kind) or not self._is_new(kind):
             return
         self.holders.append(Holder(kind.__name__, kind, Reach.FAR))
@@ -254,7 +254,7 @@ class _Walk:
                 self.look(f"{kind.__name__}.{name}", part, 1)
 
     def look(self, path: str, item: Any, depth: int, reach: Reach = Reach.FAR) -> None:
-        """What of `item` can be changed; `depth` counts the objects between it and a module."""
+        """Find what can be changed in `item`; `depth` counts the objects between it and a module."""
         if isinstance(item, _WITHOUT_STATE) or depth > _MAX_DEPTH or not self._is_new(item):
             return
         if isinstance(item, types.FunctionType):
@@ -300,7 +300,7 @@ def _is_users_class(kind: type) -> bool:
 
 
 def holds_traced(item: Any, known: Container[int]) -> bool:
-    """Whether a traced tensor is anywhere in `item`, closures included; not looked for in objects with `known` ids."""
+    """Whether a traced tensor is anywhere in `item`, closures included; objects with `known` ids are not searched."""
     found, seen = [item], dict[int, Any]()
     while found:
         part = found.pop()

@@ -36,7 +36,7 @@ class CaptureRecorder(Recorder):
         self.reals: dict[Value, torch.Tensor] = {}
         self.outcomes: list[Any] = []
         self._twins: dict[int, TracedTensor] = {}
-        # Parameters and buffers whose places traced twins take: owner, name, the real tensor, its twin.
+        # Parameters and buffers that are replaced by traced twins: owner, name, the real tensor, its twin.
         self.exchanged: list[tuple[dict[str, Any], str, torch.Tensor, TracedTensor]] = []
 
     @contextmanager
@@ -133,19 +133,19 @@ class CaptureRecorder(Recorder):
         return number
 
     def run_for_types(self, func: OpOverload, args: Any, kwargs: Any, error: Exception) -> Any:
-        # Fake kernels are at times stricter than real ones; where the call is wrong, this gives eager's own error.
+        # Fake kernels are sometimes stricter than real ones. If the call is wrong, this gives eager's own error.
         real_args = self.evaluate_arguments((args, tuple(kwargs.values())))
         with _disable_current_modes(), torch.no_grad():
             result = func(*real_args[0], **dict(zip(kwargs, real_args[1], strict=True)))
         if not isinstance(result, torch.Tensor | tuple | list):
-            # torch.equal and the like: the answer is a Python value, kept as a guard on the operation's own result.
+            # Operations such as torch.equal: the answer is a Python value, and a guard compares it at every step.
             return self._guard_python_result(func, args, kwargs, result)
         self.refuse_layouts(func, (), result)
         fakes = map_tensors(result, self.fake_like)
         return list(fakes) if isinstance(result, list) else fakes
 
     def guard_shapes(self, outputs: Sequence[Value]) -> None:
-        """Every step checks that outputs whose shape depends on values have the shape that was seen."""
+        """Let every step check that outputs whose shape depends on values have the recorded shape."""
         for value in outputs:
             self._guard(GUARD_SHAPE, value, value.tensor_type.shape)
 
@@ -225,7 +225,7 @@ class CaptureRecorder(Recorder):
 
 
 class _PlaceholderEnvironment(dict[Value, Any]):
-    """Values that nobody computed are read for their shape alone: they get memory without content."""
+    """Of values that nobody computed only the shape is read: they get memory without content."""
 
     def __missing__(self, value: Value) -> torch.Tensor:
         kind = value.tensor_type

@@ -1,8 +1,8 @@
 """What recorded code does besides returning a value: attributes it assigns, and random numbers of Python and NumPy.
 
-An attribute that was assigned tensors becomes an output of the Program and is assigned at every step. So is what needs
-no tensor of the step: numbers and texts, hooks, methods, flags of classes and globals. All of it is undone when the
-recording is over. A change that cannot be made again, such as a new parameter, is refused, with its place.
+Tensors that were assigned to an attribute become outputs of the Program, and every step assigns them. It also assigns
+what needs no tensor of the step: numbers and texts, hooks, methods, flags of classes and globals. After recording, all
+of it is undone. A change that cannot be made again, such as a new parameter, is refused, and the error names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from undertow.record.tracing import Recorder
 
 
 def has_traced(item: Any) -> bool:
-    """Whether a traced tensor is in plain sight in `item`."""
+    """Whether a traced tensor is in `item` where `tensors_in` finds it."""
     return any(isinstance(tensor, TracedTensor) for _, tensor in tensors_in(item))
 
 
@@ -49,9 +49,9 @@ class AttributeWatch:
     def undo(self) -> tuple[list[Change], list[str]]:
         """Undo every change; return those that a step can make again, and the paths of the others.
 
-        Tensors that the code put elsewhere than into attributes stay there, if a step can do without: once the capture
-        is over, they stand for what they were computed to. A log outside of the model keeps what it got, unless the
-        model itself has changed: then it may say so.
+        Tensors that the code put elsewhere than into attributes stay there, if a step does not need them: after the
+        capture they stand for their computed values. A log outside of the model keeps its new items, unless the model
+        itself has changed: the log may then be about that change.
         """
         repeated, refused = [], []
         found = [change for holder in self._holders for change in holder.changes(self._is_same)]
@@ -95,7 +95,7 @@ class AttributeWatch:
         return all(self._recorder.is_constant(self._recorder.value_of(tensor)) for tensor in traced)
 
     def _is_repeatable(self, change: Change) -> bool:
-        """Whether a step can make the change again: it needs no new parameter, and tensors in plain sight only."""
+        """Whether a step can make the change again: it needs no new parameter, and its tensors can be found."""
         item, place = change.after, change.place
         if id(place.owner) in self._unrepeatable or (change.reach is Reach.SHOWN and isinstance(place.owner, list)):
             return False
@@ -163,7 +163,7 @@ def no_seeding(recorder: Recorder) -> Iterator[None]:
 
 
 class _RefusingType(type):
-    """Stands for a type that may be asked about, and not be made an instance of."""
+    """Stands for a type that may be used in `isinstance`, but of which no instance may be made."""
 
     call: Any
     original: type
@@ -176,7 +176,7 @@ class _RefusingType(type):
 
 
 class GeneratorWatch:
-    """The states of the torch.Generators that a model holds or is given: recorded code draws, and never sets them."""
+    """The states of the torch.Generators that a model holds or is given: recorded code may draw, but not seed them."""
 
     def __init__(self, modules: dict[str, torch.nn.Module], arguments: Any) -> None:
         places = [module.__dict__.values() for module in modules.values()] + [arguments[0], arguments[1].values()]
@@ -199,7 +199,7 @@ class PythonRandomness:
     """The states of Python's and NumPy's generators, to notice and name a draw from them."""
 
     def __init__(self, is_thorough: bool) -> None:
-        """`is_thorough` also looks for generators of the user's own, at the price of a walk over all objects."""
+        """`is_thorough` also looks for the user's own generators, which takes a walk over all objects."""
         numpy_random = sys.modules.get("numpy.random")
         self._readers: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [(random.getstate, random.setstate)]
         if numpy_random is not None:

@@ -1,7 +1,7 @@
 """The tensors that recorded code runs on: shape, strides, dtype, device and autograd history, but no data.
 
-Behind each stands a FakeTensor, through which PyTorch works out shapes. User code never sees the FakeTensor itself:
-libraries test for it and then take another path than the one eager takes.
+Each holds a FakeTensor, with which PyTorch computes shapes. User code never sees the FakeTensor itself: libraries test
+for it, and then take another path than in eager.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from undertow.record.tracing import Recorder
 
 
-# The attributes of a traced tensor that the tensor behind it does not have.
+# The attributes of a traced tensor that a real tensor does not have.
 TWIN_NAMES = frozenset(("fake", "alias", "recorder", "value_at_end", "_is_param"))
 
 
@@ -51,7 +51,7 @@ class TracedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Code that keeps tensors outside the model, such as a cache of masks, holds one when its capture is over.
+        # Code that keeps tensors outside the model, such as a cache of masks, still holds one after its capture.
         args, kwargs = tree_map(_real_after_capture, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -3,10 +3,11 @@
 In: ordinary tensor code, run under a `Recorder`. Out: the nodes it consists of, functional and single-assignment.
 
 The code runs on `TracedTensor`s, which have no data. Recording happens below autograd, so a Program holds exactly the
-operations at which eager PyTorch makes a node of its own graph, autocast's casts included.
+operations for which eager PyTorch makes a node of its own graph, autocast's casts included.
 
-In-place operations become functional ones: a storage has a current value, a view is a chain of view operations from
-it, a write computes a new value of the storage, and the other views are read again from that when they are next used.
+In-place operations become functional ones. A storage has a current value, and a view is a chain of view operations
+from it. A write computes a new value of the storage, and the other views are read again from it when they are next
+used.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch._dynamo  # PyTorch imports it at the first recording otherwise, and registers types of its own then
+import torch._dynamo  # PyTorch would import it at the first recording, and register types of its own then
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -56,7 +57,7 @@ _QUERIES = {aten.is_pinned.default, aten.sym_size.default, aten.sym_stride.defau
 class Recorder(TorchDispatchMode):
     """Records every operation run under it. Subclasses say where operations come from and what may be read."""
 
-    takes_parts = True  # a backward pass that writes into its own fresh tensors need not
+    takes_parts = True  # a backward pass writes only into its own new tensors, and need not
     phase = Phase.FORWARD
 
     def __init__(self, fake_mode: FakeTensorMode, names: Namer) -> None:
@@ -74,7 +75,7 @@ class Recorder(TorchDispatchMode):
         raise NotImplementedError
 
     def lift(self, tensor: torch.Tensor) -> TracedTensor:
-        """The traced twin of a real tensor that the code reaches by itself."""
+        """The traced twin of a real tensor that the code found outside its arguments."""
         raise NotImplementedError
 
     def real_after_capture(self, tensor: TracedTensor) -> torch.Tensor:
@@ -86,7 +87,7 @@ class Recorder(TorchDispatchMode):
         raise NotImplementedError
 
     def run_for_types(self, func: OpOverload, args: Any, kwargs: Any, error: Exception) -> Any:
-        """The fake result of an operation that failed on fake tensors, perhaps since its shape depends on values."""
+        """The fake result of an operation that failed on fake tensors, perhaps because its shape depends on values."""
         raise error
 
     def refuse(self, what: str, way_out: str) -> Any:
@@ -94,7 +95,7 @@ class Recorder(TorchDispatchMode):
         raise CaptureError(f"{what} cannot be recorded: {self.origin()}; {way_out}")
 
     def refuse_layouts(self, func: OpOverload, arguments: Any, result: Any) -> None:
-        """Raise a CaptureError if an operation returned something else than dense strided tensors."""
+        """Raise a CaptureError if an operation returned a tensor that is not dense and strided."""
         layouts = [unusual_layout(tensor) for tensor in flatten_outputs(result) if tensor is not None]
         # The fake kernels of quantization return float32.
         layouts += ["quantized" for item in arguments if isinstance(item, torch.dtype) and item in _QUANTIZED]
@@ -188,7 +189,7 @@ class Recorder(TorchDispatchMode):
         return self.run_on_zeros(func, fake_args, fake_kwargs, result)
 
     def run_on_zeros(self, function: Any, fake_args: Any, fake_kwargs: dict[str, Any], otherwise: Any) -> Any:
-        """Fakes of what kernels give; `otherwise` where one refuses zeros, as the inverse of a matrix does."""
+        """Fakes of what kernels give on zeros; `otherwise` where one refuses zeros, as the inverse of a matrix does."""
         generators = [item for item in (*fake_args, *fake_kwargs.values()) if isinstance(item, torch.Generator)]
         states = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
         fakes: dict[int, torch.Tensor] = {}  # of the arguments, for operations that return one
@@ -260,7 +261,7 @@ class Recorder(TorchDispatchMode):
 
     def _record_mutation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         if func is aten.set_.source_Storage and _is_called_by(torch.nn.modules.rnn.__file__):
-            return args[0]  # it looks whether its weights lie packed in one storage; left empty, it packs them itself
+            return args[0]  # it asks whether its weights share one storage; if they do not, it packs them itself
         if torch.Tag.inplace_view in func.tags and functional_of(func) is not None and func.namespace == "aten":
             if func.overloadpacket is aten.set_:
                 self.refuse("giving a tensor another storage (set_)", "make a new tensor instead")
@@ -275,7 +276,7 @@ class Recorder(TorchDispatchMode):
         fake = self._run_on_fakes(out_of_place, fake_args, fake_kwargs)
         if fake.stride() != target.fake.stride() or fake.dtype != target.fake.dtype:
             # Kernels choose vectorised or scalar code by strides, and the two differ in the last bit for exp, tanh
-            # and the like: what eager computes in a strided view must lie in the same strides here.
+            # and others. So what eager computes in a strided view must have the same strides here.
             return self._record_generic_mutation(func, args, kwargs)
         with self.fake_mode:
             func(*fake_args, **fake_kwargs)
@@ -285,7 +286,7 @@ class Recorder(TorchDispatchMode):
         return args[0]
 
     def _record_inplace_view(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """`x.t_()` and the like: the same memory under another shape."""
+        """Operations such as `x.t_()`: the same memory with another shape."""
         target, out_of_place = self.traced(args[0]), functional_of(func)
         assert out_of_place is not None
         self._settle(target)
@@ -368,7 +369,7 @@ class Recorder(TorchDispatchMode):
         return frozenset(differentiable)
 
     def release(self) -> None:
-        """Let go of the traced tensors: their histories lead through C++, where the garbage collector cannot follow."""
+        """Drop the traced tensors: their histories are in C++, where the garbage collector does not look for cycles."""
         for tensor in {id(item): item for value in self.tensors for item in self.holders(value)}.values():
             value = tensor.alias.value
             tensor.alias.storage.tensors.clear()
@@ -389,7 +390,7 @@ class Recorder(TorchDispatchMode):
         return ([self.tensors[value]] if value in self.tensors else []) + self.second_tensors.get(value, [])
 
     def _settle(self, tensor: TracedTensor) -> None:
-        # A write may give the tensor a history; whether its value until now had one is known only before.
+        # A write may give the tensor a history: whether the old value had one must be asked before.
         self.settled_requires_grad.setdefault(tensor.alias.value, tensor.requires_grad)
 
     def values_of(self, arguments: Any) -> Any:
@@ -457,7 +458,7 @@ def map_tensors(arguments: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _skip(item: Any, numbers: Iterator[Any]) -> Any:
-    """An output that is no tensor (a count, a flag) is handed on as it is."""
+    """An output that is no tensor (a count, a flag), unchanged."""
     next(numbers)
     return item
 

@@ -1,7 +1,7 @@
-"""Writing through a view: what becomes of the whole storage when a part of it is assigned.
+"""Writing through a view: the new value of the whole storage when a part of it is assigned.
 
 In: the storage's value, the chain of view operations that leads to the part, the part's new value. Out: the storage's
-new value. Each view has an inverse: a scatter for a part, the opposite movement for a mere change of shape.
+new value. Each view has an inverse: a scatter where it shows a part, the opposite view where it changes only the shape.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Pair = tuple[Value, Tensor]
 
 @dataclass(frozen=True)
 class ViewStep:
-    """One view operation: its target, the arguments behind the tensor, and which of its outputs is meant."""
+    """One view operation: its target, the arguments after the tensor, and which of its outputs is meant."""
 
     target: OpOverload
     args: tuple[Any, ...]
@@ -53,8 +53,8 @@ Step = tuple[Operation, tuple[Any, ...], tuple[tuple[str, Any], ...], int]
 def take_part(*steps: Step) -> Operation:
     """The part of a storage that an operation is about to overwrite, and the storage as the rest.
 
-    With both as outputs of one node, the cotangent of the storage is the rest's with the part's put in its place, as in
-    eager, and not the sum of two that are zero where the other is not: -0.0 + 0.0 is 0.0.
+    Both are outputs of one node. Its derivative writes the part's cotangent into the rest's, as eager does. With two
+    nodes it would be the sum of two cotangents, each zero where the other is not, and -0.0 + 0.0 is 0.0.
     """
     return Operation(
         f"take_part[{', '.join(step[0].name for step in steps)}]",
@@ -95,7 +95,7 @@ def write_through(
     new_value: Value,
     new_fake: torch.Tensor,
 ) -> Pair:
-    """The storage's value after the part reached by `steps` took `new_value`."""
+    """The storage's value after `new_value` was written into the part that `steps` lead to."""
     if not steps:
         return new_value, new_fake
     step, rest = steps[0], steps[1:]
@@ -116,7 +116,7 @@ def _invert(recorder: Recorder, step: ViewStep, whole: Pair, part: Pair) -> Pair
     if target is aten.unbind.int:
         return recorder.call(aten.select_scatter.default, whole, part, args[0] if args else 0, step.output_index)
     if target is aten.detach.default:
-        # What is written through a detached tensor is invisible to the history of the one it was detached from.
+        # A write through a detached tensor does not enter the history of the tensor that it was detached from.
         return recorder.call(REPLACE_VALUE, whole, part) if recorder.requires_grad(whole[0]) else part
     if target in (aten.transpose.int, aten.t.default, aten.alias.default, aten.lift_fresh.default):
         return recorder.call(target, part, *args)

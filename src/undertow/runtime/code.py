@@ -1,8 +1,8 @@
 """Programs as Python functions: straight-line code, one line per node, each value deleted after its last use.
 
-The forward pass is one function. The backward pass is cut into segments: each ends where gradients are complete, so
-that they can be handed to autograd at once. Values that cross from one function to another travel in `slots`, a list.
-Behind them in that list lie the tensors of the arena, into which operations write the values that have a place there.
+The forward pass is one function. The backward pass is cut into segments. Each ends where gradients are complete, so
+that they can be handed to autograd at once. Values that one function makes and another reads wait in `slots`, a list.
+After them in that list come the tensors of the arena, into which operations write the values that have an offset.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from undertow.runtime.bindings import callable_for
 
 aten = torch.ops.aten
 
-# Gradients smaller than this in sum are handed over together: an autograd node costs about 20 microseconds.
+# Gradients with fewer bytes than this in total are handed over together: an autograd node takes about 20 microseconds.
 SEGMENT_BYTES = 1 << 20
 
-# What the rules record as a view of a cotangent is a copy where the user's own cotangent has other strides.
+# Rules record a view of a cotangent. Where the user's own cotangent has other strides, it has to be a copy.
 _ON_ANY_STRIDES: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
@@ -34,7 +34,7 @@ _ON_ANY_STRIDES: dict[Any, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A stretch of the backward pass: `run(inputs, slots)` returns the gradients of `gradients`, in order."""
+    """A segment of the backward pass: `run(inputs, slots)` returns the gradients of `gradients`, in order."""
 
     run: Callable[[Sequence[Any], list[Any]], tuple[Any, ...]]
     gradients: tuple[Gradient, ...]
@@ -48,13 +48,13 @@ class StepCode:
     forward: Callable[[Sequence[Any], list[Any]], tuple[Any, ...]]
     segments: tuple[Segment, ...]
     slots: dict[Value, int]
-    placed: tuple[Value, ...]  # whose tensors are expected behind the slots
+    placed: tuple[Value, ...]  # their tensors are expected after the slots
     num_cotangents: int
     source: str
 
 
 def compile_program(program: Program, live: Mapping[str, Any], placed: Sequence[Value] = ()) -> StepCode:
-    """Python functions for the passes of a Program, bound to what is alive. Cotangents come in the first slots."""
+    """Python functions for the passes of a Program, bound to live things. Cotangents are in the first slots."""
     return _Writer(program, live, placed).compile()
 
 
@@ -89,9 +89,9 @@ class _Writer:
         return StepCode(namespace["forward"], segments, self.slots, self.placed, num_cotangents, source)
 
     def _cut(self) -> list[tuple[tuple[Node, ...], tuple[Gradient, ...]]]:
-        """Stretches of backward nodes, each with the gradients that are complete at its end and read no more.
+        """Stretches of backward nodes, each with the gradients that are complete at its end and not read after it.
 
-        Autograd would copy a tensor that somebody else still holds, and hooks may change the one that they get.
+        Autograd would copy a tensor that something else still holds, and hooks may change the tensor that they get.
         """
         last_use = {
             self.roots[value]: index
@@ -197,7 +197,7 @@ class _Writer:
         return f"{line}; del _" if "_" in names else line
 
     def _write_into(self, node: Node, arguments: list[str]) -> str:
-        """The call of an operation that is told where its outputs lie; those outside of the arena are made before."""
+        """The call of an operation that is told where to write; outputs outside the arena are allocated before it."""
         destination = node.operation.destination
         assert destination is not None
         tensors = [self._write_tensor(value, destination.takes_some) for value in node.outputs]
@@ -214,7 +214,7 @@ class _Writer:
         return "; ".join([*lines, f"{function}({', '.join(arguments)})"])
 
     def _write_tensor(self, value: Value | None, makes_others: bool) -> str:
-        """What takes an output: a tensor of the arena, or a new one, which the operation may make for itself."""
+        """The tensor for an output: one of the arena, or a new one, which the operation may make for itself."""
         if value in self.places:
             return f"slots[{self.places[value]}]"
         return "None" if value is None or makes_others else f"{self._constant(partial(_make, value))}()"

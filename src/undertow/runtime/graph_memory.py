@@ -1,9 +1,9 @@
 """The memory that a plan takes as a CUDA graph: PyTorch's caching allocator, simulated over the step.
 
 In: a plan. Out: the stretch of memory that its graph starts with, and all the memory that it takes. Tensors that come
-and go leave gaps, and a graph does not return its memory: for ResNet-50 and GPT-2 it is 1 to 10 % more than is alive at
+and go leave gaps, and a graph does not return its memory. For ResNet-50 and GPT-2 it is 1 to 10 % more than is alive at
 the same time. The allocator takes the smallest free block that is large enough, cuts off what is left over, and joins
-neighbouring free blocks. A kernel's workspace is simulated as one block; several smaller ones may lie otherwise.
+neighbouring free blocks. A kernel's workspace is simulated as one block; several smaller ones may lie elsewhere.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def held_bytes(
     if program.cotangents:
         held["earlier buffers"] = sum(value.type.allocated_bytes for value in find_replayed_updates(program))
     if program.cotangents or any(node.operation.is_guard for node in program.first_pass):
-        # Kept with every forward pass, so that a second backward pass, or another way at a branch, can run it again.
+        # Saved with every forward pass, so that it can run again: for a second backward pass, or after a guard.
         drawing = {generator_of(node): node for node in program.first_pass if node.operation.is_random}
         held["generator states"] = sum(state_type_of(node).num_bytes for node in drawing.values())
     if optimizer is not None:
@@ -45,7 +45,7 @@ def _input_bytes(program: Program, *kinds: InputKind) -> int:
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """What storages take; on CUDA the blocks they were given, which may be up to a MiB larger."""
+    """What storages take; on CUDA the allocator's blocks, which may be up to a MiB larger."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     blocks: dict[int, int] = {}
     if any(storage.device.type == "cuda" for storage in storages.values()):

@@ -1,8 +1,8 @@
-"""Peak memory and time of a call as the allocator and the clock saw them.
+"""Peak memory and time of a call, as the allocator and the clock see them.
 
-The peak is the bytes alive before the call and the most that was taken beyond, by kernels for themselves too. On CUDA
-what graphs hold comes besides: the allocator does not see them use it. Where a step is planned anew meanwhile, planning
-is left out.
+The peak is the bytes alive before the call plus the most that the call took in addition, workspace included. On CUDA
+the memory of graphs is added, since the allocator does not see them use it. If a step is planned again during the call,
+the memory for planning is not counted.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def measure_call(
 ) -> Measurement:
     """Run `call` once; `persistent` are the tensors alive before it (each storage counts once).
 
-    `arguments` are alive as well, and count as a plan counts them, read or not: the part of a storage that they are,
-    since the rest of a data set is not the step's.
+    `arguments` are alive as well, read or not. As in a plan, only their own part of a storage is counted: the rest of
+    a data set does not belong to the step.
     """
     persistent, arguments = list(persistent), list(arguments)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in persistent}

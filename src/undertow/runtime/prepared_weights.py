@@ -1,9 +1,9 @@
-"""Prepared weights, kept from call to call and made anew when one of the tensors behind them has changed.
+"""Prepared weights, held from call to call and made again when one of the tensors that they come from has changed.
 
 In: the Program of a preparation, and at each call the tensors it reads. Out: what it makes. A change is noticed by
-identity, address and PyTorch's version counter, which optimizers, `load_state_dict` and every in-place operation raise,
-and by a few elements of each tensor, because writing through `.data` or NumPy raises no counter. Not noticed: writing
-in one of these two ways to none of the elements that are looked at.
+identity, address and PyTorch's version counter, which optimizers, `load_state_dict` and every in-place operation raise.
+Writing through `.data` or NumPy raises no counter, so a few elements of each tensor are compared as well. Such a write
+is not noticed if it changes none of these elements.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Preparation:
         self._values: dict[Value, Any] = {}
 
     def values(self, tensors: Sequence[torch.Tensor]) -> dict[Value, Any]:
-        """The prepared weights, made now unless they were made of the same tensors in the same state."""
+        """The prepared weights, made now unless they were made from the same tensors in the same state."""
         if self._state is not None and self._state.is_of(tensors):
             return self._values
-        self.release()  # the old and the new at once might not fit
+        self.release()  # old and new weights together might not fit
         with below_autograd(), torch.no_grad():
             values = dict(zip(self._names, self._code.forward(tensors, []), strict=True))
         # Inference tensors have no version counter.
@@ -43,7 +43,7 @@ class Preparation:
         return values
 
     def release(self) -> None:
-        """Let go of the prepared weights; the next call makes them anew."""
+        """Free the prepared weights; the next call makes them again."""
         self._state, self._values = None, {}
 
 

@@ -1,8 +1,8 @@
 """Running a compiled step inside PyTorch's autograd, so that user loops, hooks and optimizers see nothing unusual.
 
-The forward pass runs at once. Its outputs hang on a chain of autograd nodes, one per segment of the backward pass: the
-first runs when the user's loss is differentiated, hands its gradients to their parameters through autograd's own
-accumulation, and passes a token to the next. Parameters' hooks therefore fire as gradients are completed.
+The forward pass runs at once. The history of its outputs is a list of autograd nodes, one per segment of the backward
+pass. The first runs when the user's loss is differentiated. Each hands its gradients to their parameters through
+autograd's own accumulation, and passes a token to the next. So the hooks of parameters run as gradients are completed.
 
 Values are freed at their last use in the backward pass. A second backward pass over the same forward pass
 (`retain_graph=True`), or one from other outputs than expected, runs the forward pass again under the recorded
@@ -44,7 +44,7 @@ class Part:
 
     segment: int | None
     owners: list[Value]
-    places: list[int]  # of the owners among the step's inputs
+    places: list[int]  # positions of the owners among the step's inputs
 
 
 class Step:
@@ -71,7 +71,7 @@ class Step:
         self.replayed_updates = [self.input_index[value] for value in find_replayed_updates(program)]
         roots = find_lifetimes(program).root
         exposed = {roots[value] for value in program.outputs}
-        # Slots whose memory the user can reach through an output, and could overwrite before the backward pass.
+        # Slots in the memory of an output: the user could overwrite them before the backward pass.
         self.exposed_slots = [slot for value, slot in self.code.slots.items() if roots.get(value) in exposed]
         kept = {roots.get(value) for value in self.code.slots}
         is_on_gpu = any(item.value.tensor_type.device.type == "cuda" for item in program.inputs)
@@ -82,7 +82,7 @@ class Step:
     def _divide_backward(self) -> list[Part]:
         owners = [[item.input for item in segment.gradients] for segment in self.code.segments]
         owners = owners or [[]]  # without a segment, the output still has a history in eager
-        # Inputs the expected gradient does not reach may be reached by another; they wait at the last segment.
+        # Inputs without a gradient in the expected pattern may have one in another; they go to the last segment.
         owners[-1] += self.unreached
         parts = [Part(index, row, [self.input_index[owner] for owner in row]) for index, row in enumerate(owners)]
         return parts if TAKES_LISTS else [Part(None, [], []), *parts]
@@ -92,12 +92,12 @@ class Step:
         return self.plan if self._graph is None else replace(self.plan, notes=(*self.plan.notes, self._graph.note))
 
     def release_prepared(self) -> None:
-        """Let go of prepared weights until the next run."""
+        """Free prepared weights until the next run."""
         if self.preparation is not None:
             self.preparation.release()
 
     def release_memory(self) -> None:
-        """Let go of the step's arena until the next run, and of its CUDA graph until it has run a few times more."""
+        """Free the step's arena until the next run, and its CUDA graph until it has run a few times more."""
         self.arena.release()
         if self._graph is not None:
             self._graph.release()
@@ -128,8 +128,8 @@ class Step:
         return list(results[: len(self.program.outputs)])
 
     def _group_updates(self) -> list[tuple[list[int], list[int]]]:
-        """The positions among the inputs and the places among the results of updates of one type each: on a GPU those
-        are one kernel.
+        """Positions among the inputs and among the results, grouped by the type of the update: on a GPU a group is one
+        kernel.
         """
         groups: dict[Any, tuple[list[int], list[int]]] = {}
         for place, update in enumerate(self.program.updates, start=len(self.program.outputs)):
@@ -151,11 +151,11 @@ class Run:
     exposed: list[tuple[torch.Tensor, int]]
     states: list[torch.Tensor]
     remember: Callable[[Pattern], None]
-    done: list[Pattern] = field(default_factory=list)  # of backward passes so far
-    finished: dict[Value, Any] | None = None  # gradients computed ahead, when the pattern was not the expected one
+    done: list[Pattern] = field(default_factory=list)  # patterns of the backward passes so far
+    finished: dict[Value, Any] | None = None  # all gradients, computed at once when the pattern is not the expected one
 
     def start_backward(self, cts: Sequence[Any]) -> None:
-        """Bring slots and cotangents into place for the first segment."""
+        """Prepare slots and cotangents for the first segment."""
         for tensor, version in self.exposed:
             if tensor._version != version:
                 raise RuntimeError(
@@ -170,7 +170,7 @@ class Run:
             self.remember(pattern)
         self._hide_hooks(step)
         slots = self.slots if step is self.step and self.slots is not None else self._replay(step)
-        # A ZeroTensor has no memory, and operations write over cotangents that they are the last to read.
+        # A ZeroTensor has no memory, but the last operation that reads a cotangent may write over it.
         slots[: step.code.num_cotangents] = [ct.clone() if ct._is_zerotensor() else ct for ct in cts if ct is not None]
         self.slots, self.finished = slots, None
         if step is not self.step:
@@ -180,7 +180,7 @@ class Run:
                 self.finished.update(zip(owners, self._run(segment, slots), strict=True))
 
     def _hide_hooks(self, step: Step) -> None:
-        """Keep hooks of leaves that this backward pass does not reach from being called with None."""
+        """Hide the hooks of leaves that this backward pass does not reach: autograd would call them with None."""
         hidden = []
         for owner in step.unreached:
             leaf = self.inputs[self.step.input_index[owner]]
@@ -196,7 +196,7 @@ class Run:
             torch.autograd.Variable._execution_engine.queue_callback(restore)
 
     def is_untouched(self, cts: Sequence[Any]) -> bool:
-        """Whether no backward pass so far went where this one goes: eager then differentiates without retain_graph."""
+        """Whether no earlier backward pass read what this one reads: eager then allows it without retain_graph."""
         wanted = self._kept_for(tuple(ct is not None for ct in cts))
         return all(wanted.isdisjoint(self._kept_for(pattern)) for pattern in self.done)
 
@@ -208,7 +208,7 @@ class Run:
     def gradients_of(self, part: Part) -> list[Any]:
         """The gradients that a part of the expected step's backward pass hands over."""
         if self.finished is not None:
-            # Popping leaves autograd the only owner, so that it may keep the tensor instead of copying it.
+            # After pop, only autograd holds the tensor, so that it need not copy it.
             return [self.finished.pop(owner, None) for owner in part.owners]
         if part.segment is None or not self.step.code.segments:
             return [None] * len(part.owners)
@@ -222,7 +222,7 @@ class Run:
         self._check_versions(segment.read_inputs)
         if not self.step.plan.repeats:
             return segment.run(self.inputs, slots)
-        # What is computed a second time must take the way it took first: kernels ask whether gradients are enabled.
+        # A second run must use the same kernels as the first: some ask whether gradients are enabled.
         with torch.enable_grad():
             return segment.run(self.inputs, slots)
 
@@ -249,7 +249,7 @@ class Run:
 
 
 class _Entry(torch.autograd.Function):
-    """Carries the outputs. Its backward takes in the cotangents, and runs a segment if it can free them meanwhile."""
+    """Holds the outputs. Its backward receives the cotangents, and runs a segment if it can free them meanwhile."""
 
     boxed_grads_call = True
 
@@ -302,7 +302,7 @@ def _token(ctx: Any) -> torch.Tensor | None:
 
 
 def attach_backward(run: Run, outputs: list[Any], differentiable: Sequence[int]) -> None:
-    """Put the run's backward pass behind the outputs at `differentiable` positions."""
+    """Make the run's backward pass the history of the outputs at `differentiable` positions."""
     inputs, (first, *others) = run.inputs, run.step.parts
     token = None
     for part in reversed(others):
@@ -316,5 +316,5 @@ def attach_backward(run: Run, outputs: list[Any], differentiable: Sequence[int])
 
 
 def place_among_outputs(tensor: torch.Tensor) -> int | None:
-    """Which of a planned forward pass's differentiable outputs the tensor is; None where it is none."""
+    """The tensor's index among the differentiable outputs of a planned forward pass; None where it is none of them."""
     return tensor.output_nr if isinstance(tensor.grad_fn, _Entry._backward_cls) else None

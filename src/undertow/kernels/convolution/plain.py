@@ -99,7 +99,7 @@ class Plain(Algorithm):
         return None
 
     def workspace_bytes(self, shape: ConvolutionShape, step: Pass) -> int:
-        # The cotangent is masked beforehand, so that the loops show only the sum.
+        # The cotangent is masked first, so that the loops show only the sum.
         masked, sums = 4 * shape.num_out_pixels * shape.out_channels, 4 * shape.out_channels
         return 64 if step is Pass.FORWARD else 64 + align(masked) + align(sums)
 
