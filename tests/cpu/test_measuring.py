@@ -1,5 +1,6 @@
 """`ut.measure`: what it runs, what it counts, and that nobody notices it."""
 
+import gc
 from dataclasses import dataclass
 
 import pytest
@@ -33,6 +34,19 @@ def test_a_peak_is_what_was_held_at_once():
         third.sum()
 
     assert measure_call(call, []).peak_bytes == 4 * (300 + 500 * 300)
+
+
+def test_garbage_of_before_is_not_given_back_by_the_call():
+    class Cycle:
+        def __init__(self):
+            self.itself, self.tensor = self, torch.empty(1_000_000)
+
+    def call():
+        gc.collect()
+        torch.empty(1000)
+
+    Cycle()
+    assert measure_call(call, []).peak_bytes == 4000
 
 
 def test_a_watch_counts_what_is_left_of_an_inner_one_and_not_its_peak():

@@ -7,6 +7,7 @@ the memory for planning is not counted.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ def measure_call(
     }
     is_cuda = any(tensor.is_cuda for tensor in (*persistent, *arguments))
     alive = torch.cuda.memory_allocated() if is_cuda else sum(storages.values()) + sum(given.values())
+    gc.collect()  # garbage of before, collected during the call, would count as memory that the call gave back
     with watch_memory(is_cuda) as usage:
         start = time.perf_counter()
         call()
