@@ -38,7 +38,6 @@ def trained(tmp_path_factory):
     return here, {name: load_file(folder / f"{name}.safetensors") for name in CASES}
 
 
-@pytest.mark.xdist_group("saved plans")  # the trainings run once
 @pytest.mark.parametrize("name", CASES)
 def test_another_process_runs_it_to_the_same_bits(trained, name):
     here, there = trained[0][name], trained[1][name]

@@ -271,7 +271,8 @@ class _Backward(Recorder):
 
     def _pull_back_through_autograd(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
         if self.is_strict:
-            raise MissingRule(f"{node.name} ({node.origin}) has no derivative rule; strict=True allows none")
+            where = f" ({node.origin})" if str(node.origin) else ""
+            raise MissingRule(f"{node.name}{where} has no derivative rule; strict=True allows none")
         inputs = list(node.inputs)
         positions = tuple(index for index, value in enumerate(inputs) if value in self.active)
         values = tuple(None if ct is None else self.value_of(ct) for ct in cts)
@@ -284,7 +285,7 @@ class _Backward(Recorder):
             try:
                 _, found = pull_back(*fake_args)
             except MissingRule as error:
-                raise MissingRule(f"{node.origin}: {error}") from error
+                raise MissingRule(f"{str(node.origin) or node.name}: {error}") from error
             except Exception:
                 pass  # it cannot run on fake tensors, as the user's own code may not; contiguous is the usual layout
         is_strided = any(
