@@ -238,8 +238,8 @@ def adopt_plan(request: Request, captured: Captured, pattern: Pattern, saved: Sa
             break
     else:
         raise PlanError(
-            f"{saved.name} is the plan of another step: model, arguments, optimizer, numerics, passes and versions must "
-            f"be as they were when it was saved"
+            f"{saved.name} is the plan of another step: model, arguments, optimizer, numerics, passes and versions "
+            f"must be as they were when it was saved"
         )
     for name, size in find_held(request, program).items():
         if size > plan.held.get(name, 0):
