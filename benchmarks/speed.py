@@ -3,7 +3,8 @@
 Every contestant has its own process, because allocators and their settings belong to a process. They take turns and
 wait idle in between. A ratio is taken round by round; median and quartiles are reported. Since all would not fit in
 memory, groups of peers take turns with ours.
-Usage: scripts/bench speed [--evaluation] [--workloads vgg16 ...] [--rounds N] [--out F]
+With `--before SRC`, the folder `src` of another version, ours takes turns with that version instead.
+Usage: scripts/bench speed [--evaluation] [--workloads vgg16 ...] [--rounds N] [--before SRC] [--out F]
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ CONTESTANTS: dict[str, tuple[str, dict[str, str]]] = {
     "jax": ("jax", {}),
     "exact": ("undertow exact", {}),
     "fast": ("undertow fast", {}),
+    "before exact": ("undertow exact", {}),  # these two get their environment from --before
+    "before fast": ("undertow fast", {}),
 }
+BEFORE = ("before exact", "before fast")
 IN_EVALUATION = (
     "eager", "eager, malloc", "eager, malloc, channels_last", "compile, malloc", "compile, malloc, channels_last",
     "compile frozen, malloc", "compile frozen, malloc, channels_last", "jax", "fast",
 )  # fmt: skip
-IN_STEPS = tuple(name for name in CONTESTANTS if "frozen" not in name)
+IN_STEPS = tuple(name for name in CONTESTANTS if "frozen" not in name and name not in BEFORE)
 OWN = ("exact", "fast")
 BATCH = {"vgg16": 8, "resnet50": 8, "unet": 4, "gpt": 4, "mlp": 256}
 EVALUATION_BATCHES = {"vgg16": (1, 8), "resnet50": (1, 8), "unet": (1, 8), "gpt": (1, 8), "mlp": (1, 8, 256)}
@@ -248,7 +252,7 @@ def compare(workload: str, mode: str, names: list[str], num_rounds: int) -> dict
         "best_peer": best,
         "best_peer_not_frozen": best_not_frozen,
     }
-    for peer in dict.fromkeys(("eager", "eager, malloc", best, best_not_frozen)):
+    for peer in dict.fromkeys(("eager", "eager, malloc", best, best_not_frozen, *BEFORE)):
         for ours in own:
             if (peer, ours) in ratios:
                 low, middle, high = statistics.quantiles(ratios[peer, ours], n=4)
@@ -269,6 +273,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", help='"step", "evaluation 8" and so on, instead of the usual ones')
     parser.add_argument("--contestants", nargs="+")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--before", type=Path)
     parser.add_argument("--out")
     options = parser.parse_args()
     if options.serve:
@@ -276,6 +281,14 @@ def main() -> None:
         return
     from machine import describe_machine
 
+    if options.before is not None:
+        options.contestants = [*BEFORE, *OWN]
+        for name in BEFORE:
+            environment = {
+                "PYTHONPATH": f"{options.before}:{os.environ.get('PYTHONPATH', '')}",
+                "XDG_CACHE_HOME": str(options.before / ".cache"),
+            }
+            CONTESTANTS[name] = (CONTESTANTS[name][0], environment)
     name = "speed_evaluation" if options.evaluation else "speed"
     out = Path(options.out or f"benchmarks/results/{name}.json")
     results = json.loads(out.read_text()) if out.exists() else {}
