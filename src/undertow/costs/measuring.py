@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from undertow.costs.apart import Watch, belongs_apart, measure_apart
 from undertow.costs.usage import watch_memory
 from undertow.costs.work import work_of
 from undertow.ir import Node, OpaqueType, Value
@@ -36,7 +37,6 @@ MODEL_FLOPS_PER_NS = 100.0
 MODEL_BYTES_PER_NS = 8.0
 MODEL_CALL_NS = 3_000
 
-Watch = Callable[[list[Any]], Iterable[Any]]
 _MEASURING = threading.Lock()  # two at once would disturb each other's times
 
 
@@ -55,22 +55,39 @@ def unmeasured_cost(node: Node) -> Cost:
     return replace(model_cost(node), workspace_bytes=workspace_bytes)
 
 
-def measure_costs(nodes: Iterable[Node], known: dict[str, Cost], live: Mapping[str, Any], watch: Watch = iter) -> int:
+def measure_costs(
+    nodes: Iterable[Node],
+    known: dict[str, Cost],
+    live: Mapping[str, Any],
+    watch: Watch = iter,
+    *,
+    is_apart: bool = False,
+) -> int:
     """Add to `known` the cost of every node that can run alone and is not there yet; returns how many were added.
 
-    One operation at a time, with only its own tensors: a step that fits holds more than that. `watch` iterates over
-    what is to be timed, and may show progress.
+    One operation at a time, with only its own tensors: a step that fits holds more than that. `is_apart`: large ones
+    are measured in another process. `watch` iterates over what is to be timed, and may show progress.
     """
     missing = {key: node for node in nodes if (key := signature(node)) not in known and _can_run_alone(node)}
     if not missing:
         return 0
     num_known = len(known)
-    with _MEASURING, torch.random.fork_rng():  # random operations draw while they are measured
+    with _MEASURING:
+        if is_apart:
+            apart = {key: node for key, node in missing.items() if belongs_apart(node)}
+            costs, strangers = measure_apart(apart, watch)
+            known.update(costs)
+            missing = {key: node for key, node in missing.items() if key not in apart or key in strangers}
+        _measure_here(missing, known, live, watch)
+    return len(known) - num_known
+
+
+def _measure_here(missing: dict[str, Node], known: dict[str, Cost], live: Mapping[str, Any], watch: Watch) -> None:
+    with torch.random.fork_rng():  # random operations draw while they are measured
         measured = _measure_workspace(list(missing.values()), live)
         for (key, node), workspace in watch(list(zip(missing.items(), measured, strict=True))):
             if workspace is not None:
                 known[key] = Cost(_measure_duration(node, live), workspace)
-    return len(known) - num_known
 
 
 def _can_run_alone(node: Node) -> bool:

@@ -27,7 +27,7 @@ def find_costs(nodes: Sequence[Node], terms: Terms, live: Mapping[str, Any]) -> 
     parts = {node: node.operation.parts(node, live) for node in nodes if node.operation.parts is not None}
     nodes = [*nodes, *(part for found in parts.values() for part in found.nodes)]
     if terms.costs is CostSource.MEASURED:
-        _measure_unknown(nodes, known, live)
+        _measure_unknown(nodes, known, live, is_apart=terms.budget_bytes is not None)
     guess_cost = unmeasured_cost if terms.costs is CostSource.MEASURED else model_cost
     found = {key: known[key] for node in nodes if (key := signature(node)) in known}
     for key in list(known)[:-MAX_COSTS]:
@@ -47,7 +47,7 @@ def find_costs(nodes: Sequence[Node], terms: Terms, live: Mapping[str, Any]) -> 
     return cost_of
 
 
-def _measure_unknown(nodes: Sequence[Node], known: dict[str, Cost], live: Mapping[str, Any]) -> None:
+def _measure_unknown(nodes: Sequence[Node], known: dict[str, Cost], live: Mapping[str, Any], *, is_apart: bool) -> None:
     """Add to `known` what the cache has of the nodes, and what has to be measured."""
     device = next((value.tensor_type.device for node in nodes for value in node.named_outputs), torch.device("cpu"))
     path = cache_path(device)
@@ -56,7 +56,7 @@ def _measure_unknown(nodes: Sequence[Node], known: dict[str, Cost], live: Mappin
     keys = {signature(node) for node in nodes}
     known.update({key: cached[key] for key in keys if key in cached and key not in given})
     # A given table may come from another machine. The cache of this machine gets only what was measured here.
-    if measure_costs(nodes, known, live, _show_progress):
+    if measure_costs(nodes, known, live, _show_progress, is_apart=is_apart):
         known.update(keep_costs(path, {key: known[key] for key in known if key not in given and key not in cached}))
 
 

@@ -112,6 +112,19 @@ def read_plan(path: str | Path) -> SavedPlan:
         raise PlanError(f"{path}: its data is malformed ({error})") from error
 
 
+def write_node(node: Node) -> Any:
+    """One node as plain data."""
+    writer = _Writer()
+    row = writer.node(node)
+    return {"values": writer.values, "operations": writer.operations, "node": row}
+
+
+def read_node(data: Any) -> Node:
+    """The node that `write_node` wrote; raises PlanError or ProgramError where it is not known here."""
+    reader = _Reader(data, None)
+    return reader.node(data["node"])
+
+
 def _as_read(data: Any) -> Any:
     return json.loads(json.dumps(data))
 
@@ -162,7 +175,7 @@ class _Writer:
     def program(self, program: Program) -> Any:
         return {
             "inputs": [self._input(item) for item in program.inputs],
-            "nodes": [self._node(node) for node in program.nodes],
+            "nodes": [self.node(node) for node in program.nodes],
             "outputs": list(map(self.value, program.outputs)),
             "updates": [[self.value(item.input), self.value(item.value)] for item in program.updates],
             "differentiable": sorted(map(self.value, sorted(program.differentiable, key=lambda value: value.name))),
@@ -218,7 +231,7 @@ class _Writer:
     def _input(self, item: Input) -> Any:
         return [self.value(item.value), item.kind.name, item.path, item.is_leaf]
 
-    def _node(self, node: Node) -> Any:
+    def node(self, node: Node) -> Any:
         origin = node.origin
         return [
             self.operation(node.operation),
@@ -232,14 +245,14 @@ class _Writer:
 
     def _fragment(self, fragment: Fragment) -> Any:
         reads = list(map(self.value, fragment.reads))
-        return [reads, [self._node(node) for node in fragment.nodes], list(map(self.value, fragment.makes))]
+        return [reads, [self.node(node) for node in fragment.nodes], list(map(self.value, fragment.makes))]
 
 
 class _Reader:
     """Makes values once, and operations through the registry."""
 
     def __init__(self, data: Any, base: Program | None) -> None:
-        self.data = data["plan"]
+        self.data = data.get("plan")
         self._base = base
         known = [] if base is None else _values_of(base)  # a file's first values are those of its base
         self.values = known + [Value(_text(name), _read_type(kind)) for name, kind in data["values"][len(known) :]]
@@ -283,7 +296,7 @@ class _Reader:
     def _program(self, data: Any) -> Program:
         return Program(
             inputs=tuple(map(self._input, data["inputs"])),
-            nodes=tuple(map(self._node, data["nodes"])),
+            nodes=tuple(map(self.node, data["nodes"])),
             outputs=tuple(map(self._value, data["outputs"])),
             updates=tuple(Update(self._value(left), self._value(right)) for left, right in data["updates"]),
             differentiable=frozenset(map(self._value, data["differentiable"])),
@@ -305,7 +318,7 @@ class _Reader:
         value, kind, path, is_leaf = data
         return Input(self._value(value), InputKind[kind], _text(path), is_leaf is True)
 
-    def _node(self, data: Any) -> Node:
+    def node(self, data: Any) -> Node:
         operation, args, kwargs, outputs, (module_path, file, line, derived_from), phase, task = data
         return Node(
             self.operations[_number(operation)],
@@ -341,7 +354,7 @@ class _Reader:
 
     def _fragment(self, data: Any) -> Fragment:
         reads, nodes, makes = data
-        return Fragment(tuple(map(self._node, nodes)), tuple(map(self._value, reads)), tuple(map(self._value, makes)))
+        return Fragment(tuple(map(self.node, nodes)), tuple(map(self._value, reads)), tuple(map(self._value, makes)))
 
 
 def _values_of(program: Program) -> list[Value]:

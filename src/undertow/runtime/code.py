@@ -53,14 +53,28 @@ class StepCode:
     source: str
 
 
-def compile_program(program: Program, live: Mapping[str, Any], placed: Sequence[Value] = ()) -> StepCode:
-    """Python functions for the passes of a Program, bound to live things. Cotangents are in the first slots."""
-    return _Writer(program, live, placed).compile()
+def compile_program(
+    program: Program,
+    live: Mapping[str, Any],
+    placed: Sequence[Value] = (),
+    rooms: Mapping[Node, Callable[[], None]] | None = None,
+) -> StepCode:
+    """Python functions for the passes of a Program, bound to live things. Cotangents are in the first slots.
+
+    `rooms` are calls that make room for an operation, right before it.
+    """
+    return _Writer(program, live, placed, rooms or {}).compile()
 
 
 class _Writer:
-    def __init__(self, program: Program, live: Mapping[str, Any], placed: Sequence[Value]) -> None:
-        self.program, self.live = program, live
+    def __init__(
+        self,
+        program: Program,
+        live: Mapping[str, Any],
+        placed: Sequence[Value],
+        rooms: Mapping[Node, Callable[[], None]],
+    ) -> None:
+        self.program, self.live, self.rooms = program, live, rooms
         self.placed = tuple(placed)
         self.input_index = {item.value: index for index, item in enumerate(program.inputs)}
         self.roots = find_lifetimes(program).root
@@ -164,6 +178,8 @@ class _Writer:
         for position, node in enumerate(nodes):
             for value in node.inputs:
                 load(value)
+            if node in self.rooms:
+                lines.append(f"{self._constant(self.rooms[node])}()")
             lines.append(self._write_node(node, is_backward=index > 0))
             for value in dict.fromkeys(node.inputs):
                 if last_read[value] == position and value not in ends:

@@ -30,6 +30,7 @@ from undertow.runtime.arena import Arena
 from undertow.runtime.code import Segment, StepCode, compile_program
 from undertow.runtime.cuda_graphs import GraphedStep
 from undertow.runtime.prepared_weights import Preparation
+from undertow.runtime.resident import rooms_of
 
 Pattern = tuple[bool, ...]
 
@@ -57,7 +58,7 @@ class Step:
         self.program = program = plan.program
         self.pattern = pattern
         self.arena = Arena(plan)
-        self.code: StepCode = compile_program(program, live, self.arena.values)
+        self.code: StepCode = compile_program(program, live, self.arena.values, rooms_of(plan))
         self.preparation = None if program.preparation is None else Preparation(program.preparation)
         self.generators = [bind(item, live) for item in generators_of(program.first_pass)]
         self.has_guards = any(node.operation.is_guard for node in program.first_pass)
