@@ -9,6 +9,7 @@ import pytest
 import torch
 from exactness import same_bits
 from families import FAMILIES
+from spread_cases import spread
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -72,7 +73,7 @@ def test_zoo_trains_as_eager_does(name, small_values_in_the_arena):
     assert share_in_arena(step.plan) > (0 if name == "lstm" else 0.1)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", spread(list(FAMILIES), str, every=3))
 def test_families_train_as_eager_does(name, small_values_in_the_arena):
     build, kwargs = FAMILIES[name]
     step = compare(build().train(), (), kwargs, (), None)
@@ -241,7 +242,7 @@ def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(x, y)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(sorted(faults() for _ in range(7))[3])
+print(sorted(faults() for _ in range(3))[1])
 """
 
 

@@ -118,7 +118,7 @@ def eager_step(model, args, kwargs, targets, loss):
 
 
 @pytest.mark.parametrize("num_budgets", NUM_BUDGETS)
-@pytest.mark.parametrize("name", spread(list(CASES), str, every=2))
+@pytest.mark.parametrize("name", spread(list(CASES), str, every=4))
 def test_every_budget(name, num_budgets):
     make, key = CASES[name]
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from exactness import same_bits
+from spread_cases import spread
 from torch import nn
 from torch.nn import functional
 
@@ -109,7 +110,7 @@ def shared_memory(tensors):
     return [storages.index(storage) for storage in storages]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", spread(list(CASES), str, every=3))
 def test_a_gradient_that_autograd_copies_is_within_the_budget(name):
     torch.manual_seed(0)
     model, x = CASES[name]()

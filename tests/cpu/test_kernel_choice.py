@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from spread_cases import spread
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -137,7 +138,7 @@ def test_a_refusal_names_other_bits_and_they_are_planned_with_when_allowed():
         make_step(convolutions(), (x,), (), loss, costs, budget=1, allow_other_bits=True)
 
 
-@pytest.mark.parametrize("algorithm", ["blocked_im2col", "winograd_f(4x4,3x3)"])
+@pytest.mark.parametrize("algorithm", spread(["winograd_f(4x4,3x3)", "blocked_im2col"], str, every=2))
 def test_a_mask_is_held_at_one_bit_per_element_with_the_same_bits(algorithm):
     x = torch.randn(2, 8, 96, 96)
 

@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from families import FAMILIES
+from spread_cases import spread
 
 import undertow as ut
 from undertow.models import SMALL
@@ -32,14 +33,14 @@ def compare(model, args, kwargs, loss_of):
     assert measure(planned, args, kwargs, loss_of) <= measure(model, args, kwargs, loss_of) + ALLOWANCE_BYTES
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", spread(list(SMALL), str, every=3))
 def test_zoo(name):
     zoo = SMALL[name]
     targets = zoo.example_targets(8)
     compare(zoo.build(), zoo.example_inputs(8), {}, lambda out: zoo.loss(out, *targets))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "bart"])
+@pytest.mark.parametrize("name", spread([name for name in FAMILIES if name != "bart"], str, every=3))
 def test_families(name):
     make, batch = FAMILIES[name]
     compare(make().train(), (), batch, lambda out: out.loss)

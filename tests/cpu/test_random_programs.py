@@ -82,7 +82,7 @@ def test_planned_steps_have_the_bits_of_eager():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("block", spread(range(NUM_TESTS), str, every=5))
+@pytest.mark.parametrize("block", spread(range(NUM_TESTS), str, every=10))
 def test_same_bits_as_eager(block):
     reports = []
     for seed in range(block * NUM_PROGRAMS, (block + 1) * NUM_PROGRAMS):

@@ -141,9 +141,10 @@ def random_shapes(seed: int, is_3x3: bool, num_shapes: int) -> Iterator[Convolut
 
 
 @each_algorithm
-def test_every_size_up_to_40(algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_every_size_up_to_40(algorithm: Algorithm, step: int) -> None:
     kernel, padding = ((1, 1), (0, 0)) if algorithm is POINTWISE else ((3, 3), (1, 1))
-    for size in range(1, 41):
+    for size in range(1, 41, step):
         shape = ConvolutionShape(1, 3, 5, (size, 41 - size), kernel, padding=padding)
         check_all_passes(algorithm, shape, KINDS[size % 4], has_relu=size % 3 == 0, seed=size)
 

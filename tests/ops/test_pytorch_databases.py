@@ -115,7 +115,7 @@ def assert_same(expected, found):
         assert same_bits(left, right), f"number {index} of outputs, gradients, buffers, generator differs"
 
 
-@pytest.mark.parametrize("case", spread(OPERATORS, name_of, every=60))
+@pytest.mark.parametrize("case", spread(OPERATORS, name_of, every=120))
 def test_operators(case):
     item, dtype = case
     if item.name in DIFFERENT:
@@ -153,7 +153,7 @@ def test_operators(case):
     assert num_compared or not item.supports_autograd
 
 
-@pytest.mark.parametrize("case", spread(MODULES, name_of, every=24))
+@pytest.mark.parametrize("case", spread(MODULES, name_of, every=48))
 def test_modules(case):
     item, dtype = case
     for training in (True, False):
