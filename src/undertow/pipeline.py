@@ -284,6 +284,7 @@ def _notes(request: Request, program: Program) -> tuple[str, ...]:
     """Notes for the reader of a plan: what it does not count, and where the optimizer steps."""
     names = {node.name for node in program.nodes if node.operation.runs_user_code}
     notes: tuple[str, ...] = () if request.training is None else request.training.notes()
+    notes += (request.terms.budget_note,) if request.terms.budget_note else ()
     if not names:
         return notes
     unseen = f"what custom autograd Functions keep and allocate inside is not counted: {', '.join(sorted(names))}"

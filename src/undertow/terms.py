@@ -51,3 +51,4 @@ class Terms:
     table: dict[str, Cost] = field(default_factory=dict, repr=False, compare=False)
     allows_other_bits: bool = False
     preference: Preference = Preference.TIME
+    budget_note: str = ""  # where the budget comes from, if the user left that open

@@ -40,6 +40,7 @@ def plan(
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
     terms = parse_terms(
+        model,
         budget=budget,
         optimizer=optimizer,
         costs=costs,

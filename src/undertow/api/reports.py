@@ -76,6 +76,7 @@ def report_plan(
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
     terms = parse_terms(
+        model,
         budget=budget,
         optimizer=optimizer,
         costs=costs,

@@ -14,6 +14,7 @@ from undertow.terms import CostSource, Numerics, Terms
 
 
 def parse_terms(
+    model: torch.nn.Module,
     *,
     budget: int | str | None,
     optimizer: torch.optim.Optimizer | None,
@@ -24,14 +25,16 @@ def parse_terms(
 ) -> Terms:
     """The terms that a user named; `costs` may be those that another step was planned from."""
     check_time_limit(time_limit_s)
+    found = None if budget is None else parse_budget(budget, model, optimizer)
     return Terms(
-        None if budget is None else parse_budget(budget),
+        None if found is None else found.num_bytes,
         optimizer,
         parse_costs(costs) if isinstance(costs, str) else CostSource.MEASURED,
         time_limit_s,
         parse_numerics(numerics),
         {} if isinstance(costs, str) else {key: Cost(*cost) for key, cost in costs.items()},
         allow_other_bits,
+        budget_note="" if found is None else found.note,
     )
 
 

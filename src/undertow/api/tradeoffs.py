@@ -109,7 +109,7 @@ def largest_batch(
     """
     if not callable(make_batch):
         raise CallError(f"make_batch must be a function of the number of examples, got {type(make_batch).__name__}")
-    budget_bytes = parse_budget(budget)
+    budget_bytes = parse_budget(budget, model, optimizer).num_bytes
     terms = Terms(budget_bytes, optimizer, parse_costs(costs))
     ran: dict[int, LargestBatch] = {}
 

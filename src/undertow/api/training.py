@@ -68,6 +68,7 @@ def train_step(
     if optimizer is None and (clip_norm is not None or accumulate > 1):
         raise CallError("clip_norm and accumulate say how the optimizer steps; give optimizer= as well")
     terms = parse_terms(
+        model,
         budget=budget,
         optimizer=optimizer,
         costs=costs,

@@ -85,7 +85,7 @@ class Run:
     def __init__(self, config: TrainConfig, workload: Workload, folder: RunFolder, display: Display) -> None:
         self.config, self.workload, self.folder, self.display = config, workload, folder, display
         self.optimizer = make_optimizer(config, workload.model)
-        self.budget_bytes = None if config.budget is None else parse_budget(config.budget)
+        self.budget_bytes = None if config.budget is None else parse_budget(config.budget, workload.model).num_bytes
         self.feed = Feed(workload.train_loader, config.seed)
         self.test_feed = Feed(workload.test_loader, config.seed)
         self.evaluator = Evaluator(workload.model, config.loss, workload.is_sequence)
