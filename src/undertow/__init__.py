@@ -14,6 +14,7 @@ from undertow.errors import MissingRule as MissingRule
 from undertow.errors import PlanError as PlanError
 from undertow.errors import TooManyOutcomes as TooManyOutcomes
 from undertow.errors import UndertowError as UndertowError
+from undertow.errors import UnsupportedTorch as UnsupportedTorch
 
 if TYPE_CHECKING:
     from undertow.api.checks import check_gradients as check_gradients
