@@ -31,12 +31,13 @@ KERNELS = 3
 
 def cache_path(device: torch.device) -> Path:
     """The file for this machine, device, number of threads, version of PyTorch and our kernels."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     identity = f"{name}|{torch.get_num_threads()}|{torch.__version__}|{KERNELS}"
     return cache_folder() / f"costs-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """The line of the processor's name in /proc/cpuinfo, or what the system calls it."""
     try:
         with open("/proc/cpuinfo") as lines:
             return next(line for line in lines if line.startswith("model name")).strip()
