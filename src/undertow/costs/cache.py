@@ -13,13 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import warnings
 from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
 
-from undertow.cache import cache_folder, write_whole
+from undertow.cache import cache_folder, warn_of_no_cache, write_whole
 from undertow.ir.cost import Cost, read_cost
 
 MAX_FILE_BYTES = 64 << 20  # a larger file was not written here, and is not read
@@ -61,7 +60,7 @@ def keep_costs(path: Path, measured: dict[str, Cost]) -> dict[str, Cost]:
             costs = _add_new(load_costs(path), measured)
             _write(path, costs)
     except (OSError, Timeout, NotImplementedError) as error:
-        warnings.warn(f"measured costs could not be kept in {path}: {error}; planning goes on", stacklevel=2)
+        warn_of_no_cache(path.parent, getattr(error, "strerror", None) or str(error))
         costs = _add_new(load_costs(path), measured)
     found = {key: costs[key] for key in measured}
     _REMEMBERED.setdefault(path, {}).update(found)
