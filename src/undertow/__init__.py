@@ -14,6 +14,7 @@ from undertow.errors import MissingRule as MissingRule
 from undertow.errors import PlanError as PlanError
 from undertow.errors import TooManyOutcomes as TooManyOutcomes
 from undertow.errors import UndertowError as UndertowError
+from undertow.errors import UnsupportedTorch as UnsupportedTorch
 
 if TYPE_CHECKING:
     from undertow.api.checks import check_gradients as check_gradients
@@ -31,32 +32,70 @@ if TYPE_CHECKING:
     from undertow.api.traces import trace as trace
     from undertow.api.tradeoffs import largest_batch as largest_batch
     from undertow.api.tradeoffs import tradeoff as tradeoff
+    from undertow.api.training import TrainStep as TrainStep
     from undertow.api.training import train_step as train_step
+    from undertow.ir.plan import Plan as Plan
+
+__version__ = "0.1.0"
 
 _HOMES = {
-    "check_gradients": "checks",
-    "grad": "functional",
-    "hessian": "functional",
-    "hvp": "functional",
-    "inspect": "inspection",
-    "largest_batch": "tradeoffs",
-    "load_plan": "saved_plans",
-    "measure": "measuring",
-    "numerical_gradient": "checks",
-    "plan": "planning",
-    "save_plan": "saved_plans",
-    "trace": "traces",
-    "tradeoff": "tradeoffs",
-    "train_step": "training",
-    "value_and_grad": "functional",
-    "vjp": "functional",
+    "Plan": "ir.plan",
+    "TrainStep": "api.training",
+    "check_gradients": "api.checks",
+    "grad": "api.functional",
+    "hessian": "api.functional",
+    "hvp": "api.functional",
+    "inspect": "api.inspection",
+    "largest_batch": "api.tradeoffs",
+    "load_plan": "api.saved_plans",
+    "measure": "api.measuring",
+    "numerical_gradient": "api.checks",
+    "plan": "api.planning",
+    "save_plan": "api.saved_plans",
+    "trace": "api.traces",
+    "tradeoff": "api.tradeoffs",
+    "train_step": "api.training",
+    "value_and_grad": "api.functional",
+    "vjp": "api.functional",
 }
+
+# Written out: type checkers read it, and cannot run code.
+__all__ = [
+    "CallError",
+    "CaptureError",
+    "GradientCheckFailed",
+    "InfeasibleBudget",
+    "MissingRule",
+    "Plan",
+    "PlanError",
+    "TooManyOutcomes",
+    "TrainStep",
+    "UndertowError",
+    "UnsupportedTorch",
+    "__version__",
+    "check_gradients",
+    "grad",
+    "hessian",
+    "hvp",
+    "inspect",
+    "largest_batch",
+    "load_plan",
+    "measure",
+    "numerical_gradient",
+    "plan",
+    "save_plan",
+    "trace",
+    "tradeoff",
+    "train_step",
+    "value_and_grad",
+    "vjp",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'undertow' has no attribute {name!r}")
-    return getattr(import_module(f"undertow.api.{_HOMES[name]}"), name)
+    return getattr(import_module(f"undertow.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

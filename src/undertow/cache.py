@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
+from functools import cache
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -27,3 +29,13 @@ def write_whole(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink()
         raise
+
+
+@cache
+def warn_of_no_cache(folder: Path, reason: str) -> None:
+    """Warn that the folder cannot be written; once, however much could not be kept there."""
+    warnings.warn(
+        f"costs or plans could not be kept in the cache folder {folder} ({reason}): other processes measure and search "
+        f"again; XDG_CACHE_HOME names another folder",
+        stacklevel=3,
+    )

@@ -22,6 +22,7 @@ import undertow as ut
 from undertow.data.opening import open_data
 from undertow.models.vgg import VGG, convolution_blocks
 from undertow.runtime.measure import measure_call
+from undertow.torch_internals import activation_memory_budget
 from undertow.train.config import TrainConfig
 from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder, new_folder
@@ -135,8 +136,6 @@ def report_peak(result: TrainResult) -> bool:
 
 def compare_gradients(budget: int) -> bool:
     """Compare Undertow and torch.compile, each given a budget, with eager; whether Undertow has eager's bits."""
-    import torch._functorch.config
-
     workload = make_demo_workload()
     inputs, targets = next(Feed(workload.train_loader, CONFIG.seed).batches(0, 0))
 
@@ -149,7 +148,7 @@ def compare_gradients(budget: int) -> bool:
 
     eager = gradients(lambda model: model)
     planned = gradients(lambda model: ut.plan(model, (inputs,), budget=budget))
-    with torch._functorch.config.patch(activation_memory_budget=COMPILE_BUDGET):
+    with activation_memory_budget(COMPILE_BUDGET):
         compiled = gradients(lambda model: torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type, return-value]
     for name, found in ((f"ut.plan(budget={budget})", planned), (f"torch.compile, budget {COMPILE_BUDGET}", compiled)):
         error = float((found - eager).norm() / eager.norm())

@@ -12,6 +12,7 @@ UndertowError
 ├── InfeasibleBudget        no plan fits the budget; says the least that fits, and what else would help
 ├── ProgramError            a Program is malformed; a defect in Undertow
 ├── PlanError               a Plan is unsound; a defect in Undertow, or a Plan from elsewhere
+├── UnsupportedTorch (ImportError)  PyTorch is too old, or lacks something that Undertow needs; says which to install
 ├── MissingRule             `strict=True` met an operation without a rule, or PyTorch has no derivative either
 └── GradientCheckFailed     an analytic derivative disagrees with the numerical one
 """
@@ -78,6 +79,10 @@ class ProgramError(UndertowError):
 
 class PlanError(UndertowError):
     """A Plan is unsound."""
+
+
+class UnsupportedTorch(UndertowError, ImportError):
+    """This version of PyTorch is too old, or lacks something that Undertow needs."""
 
 
 class MissingRule(UndertowError):

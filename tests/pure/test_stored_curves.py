@@ -66,7 +66,7 @@ def test_a_damaged_file_is_searched_again(folder, damage):
         path.mkdir()
     curve._KNOWN.clear()
     if damage == "a folder":
-        with pytest.warns(UserWarning, match="could not be written"):
+        with pytest.warns(UserWarning, match="could not be kept"):
             assert points_of(find_curve(instance)) == expected
     else:
         assert points_of(find_curve(instance)) == expected

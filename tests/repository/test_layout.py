@@ -53,11 +53,15 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def is_made_by_tools(folder: str) -> bool:
+    return folder in NOT_OURS or folder.startswith(".venv-torch-") or folder.endswith(("_cache", ".egg-info"))
+
+
 def walk(root: Path) -> list[Path]:
     """Every file of the tree except what tools wrote there, for a copy without git."""
     paths = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in NOT_OURS and not name.endswith(("_cache", ".egg-info"))]
+        folders[:] = [name for name in folders if not is_made_by_tools(name)]
         paths += [Path(folder, name) for name in files]
     return paths
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from undertow.alternatives.registry import register_parts
 from undertow.ir import Node
 from undertow.ops.own import register_kernel
+from undertow.torch_internals import select_conv_backend
 
 aten = torch.ops.aten
 _reserved = torch.empty(0)
@@ -96,7 +97,7 @@ def _uses_onednn(node: Node) -> bool:
     stand_ins = [_stand_in(item.shape, item.strides) for item in types]
     if _has_two_layouts(stand_ins[0]):
         return False
-    return str(torch._C._select_conv_backend(*stand_ins, None, *geometry)) == "_ConvBackend.Mkldnn"
+    return str(select_conv_backend(*stand_ins, None, *geometry)) == "_ConvBackend.Mkldnn"
 
 
 def _has_two_layouts(x: Tensor) -> bool:

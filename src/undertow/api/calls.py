@@ -9,6 +9,7 @@ import torch
 
 from undertow.errors import CallError
 from undertow.record.lazy_modules import refuse_lazy
+from undertow.torch_internals import is_compiled
 
 
 def check_call(model: Any, args: Any, kwargs: Any) -> None:
@@ -16,7 +17,7 @@ def check_call(model: Any, args: Any, kwargs: Any) -> None:
 
     CaptureError is for a lazy module that was never called.
     """
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+    if is_compiled(model):
         raise CallError("model is wrapped in torch.compile; give the module inside it, model._orig_mod")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         raise CallError(

@@ -93,7 +93,7 @@ class GradientCheck:
 
 
 def check_gradients(
-    model_or_function: Any,
+    model_or_function: torch.nn.Module | Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     *,
@@ -144,7 +144,7 @@ def central_difference(evaluate: Callable[[float], float], size: float = 0.0) ->
 
 
 def numerical_gradient(
-    function: Callable[..., Any], args: tuple[Any, ...], argnums: Argnums = 0, *, is_central: bool = True
+    function: Callable[..., torch.Tensor], args: tuple[Any, ...], argnums: Argnums = 0, *, is_central: bool = True
 ) -> Any:
     """The derivative of a scalar function by its definition, element by element.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -23,12 +23,17 @@ from undertow.record.traced_tensor import TracedTensor
 from undertow.runtime.direct import DirectRun
 
 Argnums = int | Sequence[int]
+Parameters = ParamSpec("Parameters")
+Output = TypeVar("Output")
+Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 
 
-def value_and_grad(function: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., tuple[Any, Any]]:
+def value_and_grad(
+    function: Callable[Parameters, torch.Tensor], argnums: Argnums = 0
+) -> Callable[Parameters, tuple[torch.Tensor, Any]]:
     """A function that returns `function`'s value, a scalar, and its derivative by the arguments at `argnums`."""
 
-    def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def differentiated(*args: Parameters.args, **kwargs: Parameters.kwargs) -> tuple[torch.Tensor, Any]:
         recorded = _Recorded(function, args, kwargs, argnums)
         output = recorded.scalar_output()
         run, _ = recorded.run([output])
@@ -38,16 +43,16 @@ def value_and_grad(function: Callable[..., Any], argnums: Argnums = 0) -> Callab
     return differentiated
 
 
-def grad(function: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
+def grad(function: Callable[Parameters, torch.Tensor], argnums: Argnums = 0) -> Callable[Parameters, Any]:
     """A function that returns the derivative of `function`, a scalar, by the arguments at `argnums`."""
 
-    def differentiated(*args: Any, **kwargs: Any) -> Any:
+    def differentiated(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
         return value_and_grad(function, argnums)(*args, **kwargs)[1]
 
     return differentiated
 
 
-def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+def vjp(function: Callable[..., Output], *args: Any) -> tuple[Output, Callable[[Output], tuple[Any, ...]]]:
     """`function(*args)`, and a function that maps a cotangent of it to cotangents of all arguments."""
     recorded = _Recorded(function, args, {}, tuple(range(len(args))))
     outputs = recorded.captured.program.outputs
@@ -55,7 +60,7 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Any], 
     value = fill_slots(recorded.captured.skeleton, run.outputs)
     slots = [slot.index for _, slot in leaves_in(recorded.captured.skeleton, Slot)]
 
-    def pull_back(cotangent: Any) -> tuple[Any, ...]:
+    def pull_back(cotangent: Output) -> tuple[Any, ...]:
         cts = [tensor for _, tensor in tensors_in(cotangent)]
         expected = [tensor for _, tensor in tensors_in(value)]
         if [ct.shape for ct in cts] != [tensor.shape for tensor in expected]:
@@ -69,7 +74,7 @@ def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Any], 
     return value, pull_back
 
 
-def hvp(function: Callable[..., Any], args: tuple[Any, ...], vectors: tuple[Any, ...]) -> Any:
+def hvp(function: Callable[..., torch.Tensor], args: Arguments, vectors: Arguments) -> Arguments:
     """The Hessian of `function`, a scalar, by all of `args`, times `vectors`."""
     check_arguments(args, None)
     second = _SecondOrder(function, args, tuple(range(len(args))))
@@ -79,7 +84,7 @@ def hvp(function: Callable[..., Any], args: tuple[Any, ...], vectors: tuple[Any,
     return second.recorded.arrange(second.product(given))
 
 
-def hessian(function: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
+def hessian(function: Callable[..., torch.Tensor], argnums: Argnums = 0) -> Callable[..., Any]:
     """A function that returns all second derivatives of `function`, a scalar, by the arguments at `argnums`.
 
     The result has the structure of the arguments twice, as in JAX: for one tensor of shape s, a tensor of shape s + s.

@@ -17,7 +17,7 @@ from undertow.record.losses import find_loss, is_scalar_tensor
 from undertow.runtime.measure import Measurement, measure_call
 
 
-def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
+def measure(step: TrainStep | torch.nn.Module, *args: Any, **kwargs: Any) -> Measurement:
     """Run a step twice: for its time, and under the profiler for its peak.
 
     `step` is what `train_step` returned, or a module, planned or not. A module runs forward and backward, from the

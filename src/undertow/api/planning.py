@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,9 +14,11 @@ from undertow.calls.planned import make_planned
 from undertow.errors import CallError
 from undertow.ir.saving import read_plan
 
+Model = TypeVar("Model", bound=torch.nn.Module)
+
 
 def plan(
-    model: torch.nn.Module,
+    model: Model,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     *,
@@ -28,7 +30,7 @@ def plan(
     costs: str = "measured",
     time_limit_s: float = math.inf,
     saved_plan: str | Path | None = None,
-) -> Any:
+) -> Model:
     """A module with the model's parameters that trains by an explicit, derived backward pass.
 
     `budget` is the peak memory of the whole step, in bytes or as "6GiB". `optimizer` is only needed to count its state.

@@ -15,8 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.errors import CaptureError, MissingRule
 from undertow.ir import (
@@ -51,6 +49,7 @@ from undertow.ops.own import GENERATOR_STATE
 from undertow.record.traced_tensor import Storage, TracedTensor
 from undertow.record.tracing import Namer, Recorder
 from undertow.rules.registry import Call, find_op
+from undertow.torch_internals import DisableAutocast, DynamicOutputShapeException, FakeTensorMode, disable_current_modes
 
 aten = torch.ops.aten
 
@@ -154,7 +153,7 @@ class _Backward(Recorder):
         """The joint Program; `is_cleaned` removes what the gradients do not depend on."""
         self.active = self._find_active(wanted)
         seeds = []
-        with _disable_current_modes(), torch._C._DisableAutocast(), torch.enable_grad(), self:
+        with disable_current_modes(), DisableAutocast(), torch.enable_grad(), self:
             for value in outputs:
                 if value in self.active:
                     kind = value.tensor_type.packed  # a loss makes a new tensor for the cotangent of a view

@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from enum import StrEnum
-from importlib.metadata import version as version_of
 from typing import Annotated, Any
 
 import typer
 
+from undertow.cli.about_commands import add_about_commands
 from undertow.cli.exits import CHECK_FAILED, DONE, WRONG_CALL, exit_code
-from undertow.cli.printing import print_data, print_result, report_error, write, write_page
+from undertow.cli.printing import print_result, report_error, write, write_page
 from undertow.cli.run_commands import add_run_commands
 from undertow.errors import ClosedPipe, GradientCheckFailed, InfeasibleBudget, OutputError, UndertowError
 
@@ -26,7 +26,6 @@ from undertow.errors import ClosedPipe, GradientCheckFailed, InfeasibleBudget, O
 UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
-    help="Training with an explicit backward pass.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -87,6 +86,11 @@ def _run(words: list[str]) -> int:
     except UndertowError as error:
         report_error(str(error), "--json" in words)
         return exit_code(error)
+    except ModuleNotFoundError as error:  # one of the user's modules is a CallError by now (`loading.running`)
+        report_error(
+            f"{error.name} is not installed, and Undertow needs it: pip install {error.name}", "--json" in words
+        )
+        return WRONG_CALL
 
 
 @app.command("inspect")
@@ -207,18 +211,6 @@ def solve_command(
     return DONE if result.extra_time_percent is not None else CHECK_FAILED
 
 
-@app.command("version")
-def version_command(is_json: JsonOption = False) -> int:
-    """Show the versions of Undertow, PyTorch and Python."""
-    versions = {
-        "undertow": version_of("undertow"),
-        "torch": version_of("torch"),
-        "python": sys.version.split()[0],
-    }
-    print_data(versions) if is_json else print(*(f"{name} {number}" for name, number in versions.items()), sep="\n")
-    return DONE
-
-
 def _make_optimizer(name: OptimizerName | None, model: Any) -> Any:
     import torch
 
@@ -231,3 +223,4 @@ def _make_optimizer(name: OptimizerName | None, model: Any) -> Any:
 
 
 add_run_commands(app)
+add_about_commands(app)

@@ -13,13 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import warnings
 from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
 
-from undertow.cache import cache_folder, write_whole
+from undertow.cache import cache_folder, warn_of_no_cache, write_whole
 from undertow.ir.cost import Cost, read_cost
 
 MAX_FILE_BYTES = 64 << 20  # a larger file was not written here, and is not read
@@ -31,12 +30,13 @@ KERNELS = 3
 
 def cache_path(device: torch.device) -> Path:
     """The file for this machine, device, number of threads, version of PyTorch and our kernels."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     identity = f"{name}|{torch.get_num_threads()}|{torch.__version__}|{KERNELS}"
     return cache_folder() / f"costs-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """The line of the processor's name in /proc/cpuinfo, or what the system calls it."""
     try:
         with open("/proc/cpuinfo") as lines:
             return next(line for line in lines if line.startswith("model name")).strip()
@@ -60,7 +60,7 @@ def keep_costs(path: Path, measured: dict[str, Cost]) -> dict[str, Cost]:
             costs = _add_new(load_costs(path), measured)
             _write(path, costs)
     except (OSError, Timeout, NotImplementedError) as error:
-        warnings.warn(f"measured costs could not be kept in {path}: {error}; planning goes on", stacklevel=2)
+        warn_of_no_cache(path.parent, getattr(error, "strerror", None) or str(error))
         costs = _add_new(load_costs(path), measured)
     found = {key: costs[key] for key in measured}
     _REMEMBERED.setdefault(path, {}).update(found)

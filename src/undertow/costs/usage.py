@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch._C import _autograd, _profiler
 
 from undertow.errors import CallError, UndertowError
+from undertow.torch_internals import c_autograd, c_profiler, current_graph_task_id
 
 
 @dataclass
@@ -50,23 +50,23 @@ class _Watch(ABC):
 @final
 class _CpuWatch(_Watch):
     def start(self) -> None:
-        if _autograd._profiler_enabled():
+        if c_autograd._profiler_enabled():
             raise CallError(
                 "memory is measured with PyTorch's profiler, which is already running and cannot run twice: plan and "
                 'measure before profiling, or plan with costs="model"'
             )
-        self._backward_pass = torch._C._current_graph_task_id()
-        kind, others = _profiler.ProfilerState.CPU, _profiler._ExperimentalConfig()
-        _autograd._enable_profiler_legacy(_profiler.ProfilerConfig(kind, False, True, False, False, False, others))
+        self._backward_pass = current_graph_task_id()
+        kind, others = c_profiler.ProfilerState.CPU, c_profiler._ExperimentalConfig()
+        c_autograd._enable_profiler_legacy(c_profiler.ProfilerConfig(kind, False, True, False, False, False, others))
 
     def stop(self) -> None:
-        if torch._C._current_graph_task_id() != self._backward_pass:  # which puts the profiler back when it ends
+        if current_graph_task_id() != self._backward_pass:  # which puts the profiler back when it ends
             raise UndertowError(
                 "the peak could not be measured: a planned module was planned again inside the backward pass, since "
                 "gradients came from other outputs than expected; measure that module alone"
             )
         # A list per thread: autograd may run a part of a backward pass in another one.
-        events: list[Any] = [event for events in _autograd._disable_profiler_legacy() for event in events]
+        events: list[Any] = [event for events in c_autograd._disable_profiler_legacy() for event in events]
         events.sort(key=lambda event: event.start_us())
         self.usage.add(event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc")
 

@@ -19,15 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from undertow.ir import Node, Operation, TensorType, Value, map_values
 from undertow.ir.pytorch import operation_of
 from undertow.ir.schema import flatten_outputs, functional_of
 from undertow.ops.interpret import without_live
+from undertow.torch_internals import FakeTensorMode, OpOverloadPacket, TorchDispatchMode, disable_current_modes
 
 aten = torch.ops.aten
 
@@ -163,7 +161,7 @@ def _work_through_autograd(node: Node) -> Work | None:
     """The work of taking the derivative on tensors without data, the operation's second run included."""
     # Without the generator state, since tensors without data need none.
     args = (*node.args[:-1], None)
-    with _disable_current_modes(), FakeTensorMode(), _Counter() as counter:
+    with disable_current_modes(), FakeTensorMode(), _Counter() as counter:
         try:
             node.operation(*without_live(map_values(args, _fake)))
         except Exception:  # the operation needs real tensors

@@ -22,6 +22,7 @@ from undertow.ir.fragment import Fragment
 from undertow.ir.operation import Operation, operation_maker
 from undertow.ir.schema import schema_of
 from undertow.ops.interpret import run_node
+from undertow.torch_internals import can_inductor_fuse, inductor_compilers
 
 aten = torch.ops.aten
 
@@ -54,9 +55,7 @@ class Group:
         """
         if self.fragment.key in _COMPILED:
             return
-        from torch._inductor import lowering  # noqa: F401  its decompositions use it without importing it
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
+        compile_fx, compile_fx_inner = inductor_compilers()
         found: list[Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]] = []
 
         def compile_inner(graph: torch.fx.GraphModule, examples: Sequence[Any], **settings: Any) -> Any:
@@ -95,14 +94,12 @@ def _make_example(value: Value) -> torch.Tensor:
 @cache
 def is_fusible(operation: Operation) -> bool:
     """Whether Inductor can make the operation part of a pass over memory."""
-    from torch._inductor.lowering import fallbacks, lowerings
-
     overload = operation.overload
     if overload is None or operation.must_run or operation.is_view or schema_of(overload).mutated:
         return False
     if overload.overloadpacket in flop_registry or overload in WHOLE or operation.is_empty:
         return False
-    return overload in lowerings and overload not in fallbacks
+    return can_inductor_fuse(overload)
 
 
 def is_free(node: Node) -> bool:

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from torch._ops import OpOverload
-
 from undertow.errors import ProgramError
+from undertow.torch_internals import OpOverload
 
 if TYPE_CHECKING:
     from undertow.ir.cost import Cost

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from undertow.ir.operation import Destination
+from undertow.torch_internals import OpOverload, has_kernel_for_key
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def out_names(overload: OpOverload) -> list[str]:
 
 
 def _is_for_cpu(overload: OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CPU")
+    return has_kernel_for_key(overload.name(), "CPU")
 
 
 def _copy(x: Tensor, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:

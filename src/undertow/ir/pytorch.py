@@ -11,7 +11,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload
 
 from undertow.errors import ProgramError
 from undertow.ir.live import Live
@@ -19,6 +18,7 @@ from undertow.ir.operation import REVERSIBLE, Operation, nothing, operation_make
 from undertow.ir.out_overloads import destination_of_overload
 from undertow.ir.schema import bind_arguments, inplace_of, schema_of
 from undertow.ir.values import Value, values_in
+from undertow.torch_internals import OpOverload, has_kernel
 
 if TYPE_CHECKING:
     from undertow.ir.program import Node
@@ -114,7 +114,7 @@ def pytorch(name: str) -> Operation:
 
 
 def _find_overload(name: str) -> OpOverload:
-    if name in _REFUSED or not torch._C._dispatch_has_kernel(name):
+    if name in _REFUSED or not has_kernel(name):
         raise ProgramError(f"PyTorch {torch.__version__} has no operation {name!r}")
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")

@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from undertow.ir.types import TensorType
+from undertow.torch_internals import OpOverload, SchemaTensorType
 
 aten = torch.ops.aten
 
@@ -142,7 +142,7 @@ def schema_of(target: OpOverload) -> Schema:
         and returns[0].alias_info is not None,
         is_view=not mutated and any(item.alias_info is not None for item in returns),
         is_random=is_random,
-        returns_single=len(returns) == 1 and isinstance(returns[0].type, torch._C.TensorType),
+        returns_single=len(returns) == 1 and isinstance(returns[0].type, SchemaTensorType),
         has_effect=is_random or not returns,
     )
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy
 import torch
 
-from undertow.kernels.compiler import numba
+from undertow.kernels.compiler import cached_njit, numba
 from undertow.kernels.streaming import distinct, finish_stores, is_streamed, store_row
 from undertow.kernels.threads import run_parallel
 
@@ -39,8 +39,8 @@ _PADDING = 80
 
 Optional = torch.Tensor | None
 
-_loop: Any = numba.njit(cache=True, fastmath={"contract"}, error_model="numpy")
-_parallel: Any = numba.njit(parallel=True, cache=True, fastmath={"contract"}, error_model="numpy")
+_loop: Any = cached_njit(fastmath={"contract"}, error_model="numpy")
+_parallel: Any = cached_njit(parallel=True, fastmath={"contract"}, error_model="numpy")
 
 
 @_loop

@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from undertow.kernels.compiler import HAS_NUMBA, numba
+from undertow.kernels.compiler import HAS_NUMBA, cached_njit, numba
 from undertow.kernels.outputs import Out, given
 from undertow.kernels.streaming import distinct
 from undertow.kernels.threads import run_parallel
@@ -26,8 +26,8 @@ from undertow.kernels.threads import run_parallel
 # Rows of a channels_last tensor that one iteration of the parallel loop handles.
 _ROWS_PER_ITERATION = 64
 
-_loop: Any = numba.njit(cache=True, fastmath={"contract"}, error_model="numpy")
-_parallel: Any = numba.njit(parallel=True, cache=True, fastmath={"contract"}, error_model="numpy")
+_loop: Any = cached_njit(fastmath={"contract"}, error_model="numpy")
+_parallel: Any = cached_njit(parallel=True, fastmath={"contract"}, error_model="numpy")
 
 
 @_loop

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from undertow.kernels.compiler import HAS_NUMBA, numba
+from undertow.kernels.compiler import HAS_NUMBA, cached_njit, numba
 from undertow.kernels.outputs import Out, given
 from undertow.kernels.threads import run_parallel
 
@@ -37,7 +37,7 @@ def num_packed_bytes(num_elements: int) -> int:
     return (num_elements + 7) // 8
 
 
-@numba.njit(parallel=True, cache=True)
+@cached_njit(parallel=True)
 def _pack_signs(elements: Any, packed: Any) -> None:
     num_full = elements.size // 8
     for byte in numba.prange(num_full):
@@ -53,13 +53,13 @@ def _pack_signs(elements: Any, packed: Any) -> None:
         packed[num_full] = bits
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def _pack_vectors(elements: int, packed: int, num_vectors: int) -> None:
     for index in numba.prange(num_vectors):
         store_two_bytes(packed + 2 * index, not_at_most_zero(load(elements + 64 * index)))
 
 
-@numba.njit(parallel=True, cache=True)
+@cached_njit(parallel=True)
 def _select_by_bits(elements: Any, packed: Any, selected: Any) -> None:
     num_full = elements.size // 8
     for byte in numba.prange(num_full):
@@ -71,7 +71,7 @@ def _select_by_bits(elements: Any, packed: Any, selected: Any) -> None:
         selected[index] = elements[index] if (packed[num_full] >> (index - 8 * num_full)) & 1 else 0
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def _select_vectors(elements: int, packed: int, selected: int, num_vectors: int) -> None:
     for index in numba.prange(num_vectors):
         bits = load_byte(packed + 2 * index) | load_byte(packed + 2 * index + 1) << 8

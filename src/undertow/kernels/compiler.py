@@ -7,10 +7,12 @@ own instructions, are offered only with `HAS_NUMBA`; without it PyTorch's kernel
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["HAS_NUMBA", "intrinsic", "numba"]
+__all__ = ["HAS_NUMBA", "cached_njit", "intrinsic", "numba"]
 
 
 def _leave_as_is(*functions: Any, **options: Any) -> Any:
@@ -38,3 +40,27 @@ else:
             f"fewer moves; install numba to get both back",
             stacklevel=2,
         )
+
+
+def cached_njit(**options: Any) -> Callable[[Any], Any]:
+    """`numba.njit`, which keeps what it compiled on disk, if there is a folder that it can write."""
+
+    def compiled(function: Any) -> Any:
+        try:
+            return numba.njit(cache=True, **options)(function)
+        except RuntimeError as error:
+            if "cannot cache function" not in str(error):
+                raise
+            _warn_of_no_cache()
+            return numba.njit(**options)(function)
+
+    return compiled
+
+
+@cache
+def _warn_of_no_cache() -> None:
+    warnings.warn(
+        "Numba finds no folder that it can write: kernels are compiled again in every process that uses them, which "
+        "takes seconds; set NUMBA_CACHE_DIR to a folder that can be written",
+        stacklevel=2,
+    )

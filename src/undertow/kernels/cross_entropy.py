@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-from undertow.kernels.compiler import numba
+from undertow.kernels.compiler import cached_njit, numba
 from undertow.kernels.float_functions import exp
 from undertow.kernels.streaming import distinct
 from undertow.kernels.threads import run_parallel
@@ -29,9 +29,9 @@ _BLOCK_COLUMNS = 2048
 # Separate maxima per row, since LLVM does not vectorise a maximum that respects NaN.
 _LANES = 64
 
-_loop: Any = numba.njit(cache=True, fastmath={"contract"}, error_model="numpy")
-_reduction: Any = numba.njit(cache=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
-_parallel: Any = numba.njit(parallel=True, cache=True, fastmath={"contract"}, error_model="numpy")
+_loop: Any = cached_njit(fastmath={"contract"}, error_model="numpy")
+_reduction: Any = cached_njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
+_parallel: Any = cached_njit(parallel=True, fastmath={"contract"}, error_model="numpy")
 
 
 @_loop

@@ -22,7 +22,7 @@ import numpy
 import torch
 from torch import Generator, Tensor
 
-from undertow.kernels.compiler import HAS_NUMBA, numba
+from undertow.kernels.compiler import HAS_NUMBA, cached_njit, numba
 
 # With fewer elements, reading the state and writing it back costs more than it saves: 9 to 23 microseconds, depending
 # on the caches, in which PyTorch draws about as many numbers (AMD EPYC, one thread).
@@ -42,7 +42,7 @@ def _twist(word: Any, following: Any, far: Any) -> Any:
     return far ^ (mixed >> numpy.uint32(1)) ^ (odd & numpy.uint32(0x9908B0DF))
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached_njit(error_model="numpy")
 def _make_words(words: Any, tempered: Any) -> None:
     """Make the next state, and the numbers that the generator draws from it."""
     for index in range(_NUM_WORDS - _SHIFT):
@@ -53,7 +53,7 @@ def _make_words(words: Any, tempered: Any) -> None:
     _temper(words, tempered)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached_njit(error_model="numpy")
 def _temper(words: Any, tempered: Any) -> None:
     for index in range(_NUM_WORDS):
         word = words[index]
@@ -63,7 +63,7 @@ def _temper(words: Any, tempered: Any) -> None:
         tempered[index] = word ^ (word >> numpy.uint32(18))
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached_njit(error_model="numpy")
 def _compare(tempered: Any, threshold: Any, out: Any) -> None:
     for index in range(out.size):
         high = numpy.uint64(tempered[2 * index] & numpy.uint32(0x1FFFFF))
@@ -71,7 +71,7 @@ def _compare(tempered: Any, threshold: Any, out: Any) -> None:
         out[index] = numpy.float32((high << numpy.uint64(32)) | low < threshold)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached_njit(error_model="numpy")
 def _draw(words: Any, position: int, threshold: Any, out: Any) -> int:
     """Fill `out`. `position` words of the state have been used; returns how many are used afterwards."""
     tempered = numpy.empty(_NUM_WORDS, numpy.uint32)

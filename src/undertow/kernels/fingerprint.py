@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from undertow.kernels.compiler import HAS_NUMBA, numba
+from undertow.kernels.compiler import HAS_NUMBA, cached_njit
 
 if HAS_NUMBA:
     from undertow.kernels.vectors import load_byte
@@ -31,7 +31,7 @@ _WORD_BYTES = 4
 _HASH = 2**42 - 1  # so that a product stays within 63 bits
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached_njit(error_model="numpy")
 def _hash(addresses: Any) -> int:
     found = 0
     for index in range(addresses.size):

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy
 
-from undertow.kernels.compiler import HAS_NUMBA, intrinsic, numba
+from undertow.kernels.compiler import HAS_NUMBA, cached_njit, intrinsic
 
 if HAS_NUMBA:
     from numba import types
 
-_function: Any = numba.njit(cache=True, forceinline=True, fastmath={"contract"}, error_model="numpy")
+_function: Any = cached_njit(forceinline=True, fastmath={"contract"}, error_model="numpy")
 _intrinsic: Any = intrinsic
 
 _ZERO, _HALF, _ONE, _TWO = (numpy.float32(value) for value in (0, 0.5, 1, 2))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import torch
 
-from undertow.kernels.compiler import numba
+from undertow.kernels.compiler import cached_njit, numba
 from undertow.kernels.streaming import distinct
 from undertow.kernels.threads import run_parallel
 
@@ -25,10 +25,10 @@ _MAX_CHUNKS = 16
 
 Optional = torch.Tensor | None
 
-_loop: Any = numba.njit(cache=True, fastmath={"contract"}, error_model="numpy")
+_loop: Any = cached_njit(fastmath={"contract"}, error_model="numpy")
 # These flags let LLVM split a sum into a vector of sums.
-_reduction: Any = numba.njit(cache=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
-_parallel: Any = numba.njit(parallel=True, cache=True, fastmath={"contract"}, error_model="numpy")
+_reduction: Any = cached_njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
+_parallel: Any = cached_njit(parallel=True, fastmath={"contract"}, error_model="numpy")
 
 
 @_reduction

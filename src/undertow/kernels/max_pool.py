@@ -20,14 +20,14 @@ from typing import Any
 import numpy
 import torch
 
-from undertow.kernels.compiler import numba
+from undertow.kernels.compiler import cached_njit, numba
 from undertow.kernels.streaming import distinct
 from undertow.kernels.threads import run_parallel
 
 Pair = tuple[int, int]
 
-_loop: Any = numba.njit(cache=True, error_model="numpy")
-_parallel: Any = numba.njit(parallel=True, cache=True, error_model="numpy")
+_loop: Any = cached_njit(error_model="numpy")
+_parallel: Any = cached_njit(parallel=True, error_model="numpy")
 
 
 @_loop

@@ -24,7 +24,7 @@ from typing import Any
 import numpy
 import torch
 
-from undertow.kernels.compiler import HAS_NUMBA, intrinsic, numba
+from undertow.kernels.compiler import HAS_NUMBA, cached_njit, intrinsic, numba
 from undertow.kernels.streaming import distinct
 from undertow.kernels.threads import run_parallel
 
@@ -39,8 +39,8 @@ _SQUARE_ROOT_MODE = 0x2 | 0x140000 | 0x100
 
 _intrinsic: Any = intrinsic
 # Without fastmath: LLVM fuses nothing by itself.
-_loop: Any = numba.njit(cache=True, error_model="numpy")
-_parallel: Any = numba.njit(parallel=True, cache=True, error_model="numpy")
+_loop: Any = cached_njit(error_model="numpy")
+_parallel: Any = cached_njit(parallel=True, error_model="numpy")
 
 
 @_intrinsic

@@ -17,6 +17,7 @@ import numba
 import torch
 from torch import Tensor
 
+from undertow.kernels.compiler import cached_njit
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, ROWS, multiply_panel
 from undertow.kernels.convolution.winograd_tiles import tail_bits
 from undertow.kernels.threads import run_parallel
@@ -72,7 +73,7 @@ def _pack_panel(b: int, b_term: int, b_column: int, num_terms: int, num_columns:
         _pack_columns(b, b_column, num_terms, num_columns, target)
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def _multiply(
     a: int, a_row: int, a_term: int, b: int, b_term: int, b_column: int, out: int, out_row: int, sizes: Any,
     block_rows: int, panels: int, blocks: int,

@@ -19,13 +19,14 @@ import numba
 import numpy
 import torch
 
+from undertow.kernels.compiler import cached_njit
 from undertow.kernels.streaming import distinct
 from undertow.kernels.threads import run_parallel
 
 _ROWS = 4
 
-_loop: Any = numba.njit(cache=True, fastmath={"contract"}, error_model="numpy")
-_parallel: Any = numba.njit(parallel=True, cache=True, fastmath={"contract"}, error_model="numpy")
+_loop: Any = cached_njit(fastmath={"contract"}, error_model="numpy")
+_parallel: Any = cached_njit(parallel=True, fastmath={"contract"}, error_model="numpy")
 
 
 @_parallel

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from undertow.kernels.compiler import numba
+from undertow.kernels.compiler import cached_njit, numba
 from undertow.kernels.outputs import Out, given
 from undertow.kernels.threads import run_parallel
 
 Pair = tuple[int, int]
 
 
-@numba.njit(parallel=True, cache=True)
+@cached_njit(parallel=True)
 def _encode(indices: Any, codes: Any, width: int, kernel_width: int, stride: Any, padding: Any, dilation: Any) -> None:
     planes, out_height, out_width = indices.shape
     for plane in numba.prange(planes):
@@ -28,7 +28,7 @@ def _encode(indices: Any, codes: Any, width: int, kernel_width: int, stride: Any
                 codes[plane, row, column] = down * kernel_width + right
 
 
-@numba.njit(parallel=True, cache=True)
+@cached_njit(parallel=True)
 def _decode(codes: Any, indices: Any, width: int, kernel_width: int, stride: Any, padding: Any, dilation: Any) -> None:
     planes, out_height, out_width = indices.shape
     for plane in numba.prange(planes):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy
 
-from undertow.kernels.compiler import numba
+from undertow.kernels.compiler import cached_njit
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 NUM_SIZES = 16  # of arenas that are tried, evenly spaced
@@ -93,7 +93,7 @@ def _find_best(
     return best
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _place(starts: Any, ends: Any, sizes: Any, room_outside: Any, arena_bytes: int, offsets: Any) -> bool:
     """Fill `offsets`, -1 for what stays outside; False where a storage has no room in the arena and none outside."""
     by_offset = numpy.empty(sizes.size, numpy.int64)  # those placed so far, lowest first

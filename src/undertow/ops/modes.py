@@ -13,6 +13,15 @@ from typing import Any
 
 import torch
 
+from undertow.torch_internals import (
+    AutoDispatchBelowADInplaceOrView,
+    DisableAutocast,
+    DispatchKey,
+    SetExcludeDispatchKeyGuard,
+    is_any_autocast_enabled,
+    is_key_excluded,
+)
+
 
 class below_autograd:
     """Run what is inside without autograd and without autocast: a Program holds its casts explicitly."""
@@ -20,9 +29,9 @@ class below_autograd:
     __slots__ = ("_autocast", "_autograd")
 
     def __enter__(self) -> None:
-        self._autograd = torch._C._AutoDispatchBelowADInplaceOrView()
+        self._autograd = AutoDispatchBelowADInplaceOrView()
         self._autograd.__enter__()
-        self._autocast = torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else None
+        self._autocast = DisableAutocast() if is_any_autocast_enabled() else None
         if self._autocast is not None:
             self._autocast.__enter__()
 
@@ -43,11 +52,11 @@ def autocast_state() -> AutocastState:
 @contextmanager
 def restored_autocast(state: AutocastState) -> Iterator[None]:
     """Run what is inside under an autocast state seen before, also beneath `below_autograd`."""
-    keys = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+    keys = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
     with ExitStack() as stack:
         for kind, is_enabled, dtype in state:
             if is_enabled:
-                stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(keys[kind], False))
+                stack.enter_context(SetExcludeDispatchKeyGuard(keys[kind], False))
                 stack.enter_context(torch.autocast(kind, dtype))
         yield
 
@@ -55,10 +64,10 @@ def restored_autocast(state: AutocastState) -> Iterator[None]:
 @contextmanager
 def with_autograd() -> Iterator[None]:
     """Record what is inside in autograd's graph, also beneath `below_autograd`."""
-    keys = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
+    keys = (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView)
     with (
-        torch._C._SetExcludeDispatchKeyGuard(keys[0], False),
-        torch._C._SetExcludeDispatchKeyGuard(keys[1], False),
+        SetExcludeDispatchKeyGuard(keys[0], False),
+        SetExcludeDispatchKeyGuard(keys[1], False),
         torch.enable_grad(),
     ):
         yield
@@ -66,5 +75,5 @@ def with_autograd() -> Iterator[None]:
 
 def records_in_autograd() -> bool:
     """Whether what runs here becomes part of autograd's graph."""
-    key = torch._C.DispatchKey.AutogradFunctionality
-    return torch.is_grad_enabled() and not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    key = DispatchKey.AutogradFunctionality
+    return torch.is_grad_enabled() and not is_key_excluded(key)

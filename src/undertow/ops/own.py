@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from undertow.ir.live import Live
 from undertow.ir.operation import REVERSIBLE, Destination, Operation, operation_maker, register_operation
@@ -22,6 +21,7 @@ from undertow.ir.pytorch import declare, operation_of
 from undertow.ir.schema import bind_arguments, flatten_outputs, schema_of
 from undertow.kernels.draws import draw_bernoulli
 from undertow.kernels.outputs import Out, given
+from undertow.torch_internals import OpOverload, SchemaTensorType
 
 aten = torch.ops.aten
 
@@ -297,7 +297,7 @@ def _way_to_call(inner: Operation) -> tuple[tuple[int, ...], bool, Callable[...,
     mutated = [arguments[name] for name in schema_of(overload).mutated]
     has_places = not any(item.kwarg_only for _, item in mutated)
     returns = overload._schema.returns
-    is_fresh = all(isinstance(item.type, torch._C.TensorType) and item.alias_info is None for item in returns)
+    is_fresh = all(isinstance(item.type, SchemaTensorType) and item.alias_info is None for item in returns)
     return (
         tuple(place for place, _ in mutated) if has_places else (),
         is_fresh and len(returns) > 1,

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
@@ -22,6 +21,7 @@ from undertow.ir.cost import signature
 from undertow.ir.pytorch import operation_of
 from undertow.ir.schema import flatten_outputs, schema_of
 from undertow.ops.own import functional
+from undertow.torch_internals import FakeTensorMode, inductor_decompositions
 
 aten = torch.ops.aten
 
@@ -41,12 +41,7 @@ def _cudnn_batch_norm(*args: Any) -> tuple[torch.Tensor, ...]:
 
 @cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    from torch._decomp import get_decompositions
-    from torch._inductor import lowering  # noqa: F401  the decompositions use it without importing it
-    from torch._inductor.decomposition import select_decomp_table
-
-    further = [aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward, aten.native_layer_norm]
-    return {**get_decompositions(further), **select_decomp_table()}
+    return inductor_decompositions((aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward, aten.native_layer_norm))
 
 
 def _is_expandable(operation: Operation) -> bool:

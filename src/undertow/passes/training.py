@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from undertow.errors import CallError
 from undertow.ir import Gradient, Program, Value
@@ -27,6 +26,7 @@ from undertow.ops.updates import (
     update_by,
 )
 from undertow.passes.updates import AtEnd, Use, add_updates
+from undertow.torch_internals import global_step_post_hooks, global_step_pre_hooks
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Training:
         if self.optimizer is None:
             return False
         own = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
-        return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+        return any((*own, global_step_pre_hooks, global_step_post_hooks))
 
     def trained(self) -> Iterator[torch.nn.Parameter]:
         """The optimizer's parameters."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from undertow.kernels.compiler import numba
+from undertow.kernels.compiler import cached_njit
 from undertow.planner.moves import draw, draw_unit, drop_run, drop_useless, rerun_before, shift_run, switch_formulation
 from undertow.planner.sequence import commit, roll_back, write_schedule
 from undertow.planner.state import EXCESS, TIME
@@ -26,7 +26,7 @@ PRICE, BEST_TIME, BEST_RUNS = range(3)
 NUM_RECORDS = 3
 
 
-@numba.njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def anneal(state, best, record, weights, num_moves, hot, cold, price_step, goal_time):
     """Draw `num_moves` moves while the temperature falls geometrically; stop early at a schedule of `goal_time`."""
     cooling = (cold / hot) ** (1.0 / num_moves)

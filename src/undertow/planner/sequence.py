@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from undertow.kernels.compiler import numba
+from undertow.kernels.compiler import cached_njit
 from undertow.planner.instance import Instance, Int64s
 from undertow.planner.state import (
     BUDGET,
@@ -108,7 +108,7 @@ def _with_absent_base_kinds(instance: Instance, schedule: Int64s) -> Int64s:
     return np.array(codes + [-1 - kind for kind in reversed(absent)], np.int64)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def lay_out(state, codes):
     """Fill an empty state with a schedule; `-1 - kind` stands for an inactive run at a base kind's position."""
     state[state[NEXT_RUN] + START] = END
@@ -521,7 +521,7 @@ def roll_back(state):
     state[NUM_JOURNAL] = 0
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def write_schedule(state, kinds):
     """Copy the active runs' kinds in order; returns how many."""
     number, run = 0, at(state, NEXT_RUN, START)

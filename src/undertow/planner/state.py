@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from undertow.kernels.compiler import numba
+from undertow.kernels.compiler import cached_njit
 from undertow.planner.instance import Instance, Int64s
 
 READ, WRITE, DESTROY = 0, 1, 2  # how a run uses a value; after a destroying read it cannot be read
@@ -46,7 +46,7 @@ SMALL_KINDS = 3000
 
 
 # For functions that only compiled code calls. Without the two entry points, compiling takes a third less time.
-inner: Any = numba.njit(cache=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
+inner: Any = cached_njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @inner

@@ -11,7 +11,6 @@ cannot be read, the search runs again. Where it cannot be written, a warning say
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from undertow.cache import cache_folder, write_whole
+from undertow.cache import cache_folder, warn_of_no_cache, write_whole
 from undertow.kernels.compiler import HAS_NUMBA
 from undertow.planner.instance import Instance, replay
 from undertow.planner.search import Solution
@@ -55,10 +54,7 @@ def store_points(instance: Instance, points: Sequence[Solution]) -> None:
         write_whole(path, content)
         _delete_oldest(path.parent)
     except OSError as error:
-        warnings.warn(
-            f"the curve of a plan could not be written to {path}: {error}; the next process searches again",
-            stacklevel=2,
-        )
+        warn_of_no_cache(cache_folder(), error.strerror or str(error))
 
 
 def _path(instance: Instance) -> Path:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.errors import CaptureError
 from undertow.ir import Input, InputKind, Node, Program, Update, Value, check_program
@@ -30,6 +29,7 @@ from undertow.record.loss_branches import eager_losses
 from undertow.record.python_state import Change, Place, Reach, key_of
 from undertow.record.recorder import CaptureRecorder
 from undertow.record.side_effects import AttributeWatch, GeneratorWatch, PythonRandomness, has_traced, no_seeding
+from undertow.torch_internals import FAKE_TENSOR_LOGGER, disable_current_modes
 
 # Recording replaces functions of PyTorch and attributes of the model while it runs: one thread at a time.
 _RECORDING = threading.RLock()
@@ -128,7 +128,7 @@ def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict
     recorder = CaptureRecorder({id(module): path for path, module in modules.items()})
     # An outer capture must not see what this one does.
     with (
-        _disable_current_modes(),
+        disable_current_modes(),
         _traced_parameters(recorder, modules),
         _fresh_autocast_cache(),
         _quiet_fake_tensors(),
@@ -175,7 +175,7 @@ def _contents(arguments: Any) -> Any:
 @contextmanager
 def _quiet_fake_tensors() -> Iterator[None]:
     # PyTorch logs a traceback when a call is wrong; the error itself already says so.
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     was_disabled, logger.disabled = logger.disabled, True
     try:
         yield

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.ir import OpaqueType, Value
 from undertow.ir.schema import flatten_outputs
 from undertow.ops.modes import autocast_state
 from undertow.ops.opaque import apply_function, custom_function, gradients_through_autograd
+from undertow.torch_internals import BackwardHookFunction, disable_current_modes
 
 if TYPE_CHECKING:
     from undertow.record.recorder import CaptureRecorder
@@ -44,11 +44,11 @@ def opaque_functions(recorder: CaptureRecorder) -> Iterator[None]:
 def _record_function(recorder: CaptureRecorder, function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
     if function.__name__ == "CheckpointFunction":
         recorder.refuse("torch.utils.checkpoint with use_reentrant=True", "use use_reentrant=False")
-    if function is torch.nn.modules._functions.BackwardHookFunction:
+    if function is BackwardHookFunction:
         recorder.refuse("a backward hook of a module", "hook a parameter instead, or remove it before planning")
     is_grad_enabled = torch.is_grad_enabled()
     requires_grad = tuple(is_grad_enabled and isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    with _disable_current_modes():
+    with disable_current_modes():
         inputs, result = _run_once(recorder, function, args, requires_grad)
         tried = flatten_outputs(result)
         context_type = _context_type(inputs, tried)

@@ -20,6 +20,7 @@ from torch import Tensor
 from undertow.ir import Node, Value
 from undertow.ir.pytorch import operation_of
 from undertow.ops.own import register_kernel
+from undertow.torch_internals import c_nn
 
 if TYPE_CHECKING:
     from undertow.record.tracing import Recorder
@@ -33,7 +34,7 @@ _MEAN = 1  # of PyTorch's reductions
 def eager_losses(recorder: Recorder) -> Iterator[None]:
     """Record losses as eager computes them."""
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (torch._C._nn, "cross_entropy_loss", partial(_record_cross_entropy, recorder)),
+        (c_nn, "cross_entropy_loss", partial(_record_cross_entropy, recorder)),
         (torch, "ctc_loss", _ctc_loss),
     ]
     originals = [getattr(module, name) for module, name, _ in replaced]

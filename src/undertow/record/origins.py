@@ -10,12 +10,13 @@ from types import CodeType, FrameType
 import torch
 
 from undertow.ir import Origin
+from undertow.torch_internals import call_module
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _STANDARD_FOLDER = os.path.dirname(os.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MODELS_FOLDER = os.path.join(_OWN_FOLDER, "models") + os.sep
-_MODULE_CALL: CodeType = torch.nn.Module._call_impl.__code__
+_MODULE_CALL: CodeType = call_module.__code__
 
 
 def current_origin(module_paths: dict[int, str]) -> Origin:

@@ -9,9 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from undertow.errors import CaptureError
 from undertow.ir import Input, InputKind, Node, Origin, TensorType, Value
@@ -22,6 +19,7 @@ from undertow.ops.own import GUARD_SCALAR, GUARD_SHAPE, as_tensor, bind
 from undertow.record.origins import current_origin
 from undertow.record.traced_tensor import TWIN_NAMES, TracedTensor
 from undertow.record.tracing import Namer, Recorder, map_tensors, unusual_layout
+from undertow.torch_internals import FakeTensor, FakeTensorMode, OpOverload, disable_current_modes
 
 aten = torch.ops.aten
 
@@ -66,7 +64,7 @@ class CaptureRecorder(Recorder):
         if layout := unusual_layout(tensor):
             raise CaptureError(f"{path} is a tensor of layout {layout}; only dense strided tensors can be recorded")
         value = Value(path if kind is not InputKind.CONSTANT else self.names.unique("constant"), TensorType.of(tensor))
-        with _disable_current_modes():
+        with disable_current_modes():
             twin = self.new_tensor(value)
             if tensor.requires_grad:  # under vmap even asking for False is refused
                 twin.requires_grad_()
@@ -135,7 +133,7 @@ class CaptureRecorder(Recorder):
     def run_for_types(self, func: OpOverload, args: Any, kwargs: Any, error: Exception) -> Any:
         # Fake kernels are sometimes stricter than real ones. If the call is wrong, this gives eager's own error.
         real_args = self.evaluate_arguments((args, tuple(kwargs.values())))
-        with _disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             result = func(*real_args[0], **dict(zip(kwargs, real_args[1], strict=True)))
         if not isinstance(result, torch.Tensor | tuple | list):
             # Operations such as torch.equal: the answer is a Python value, and a guard compares it at every step.
@@ -197,7 +195,7 @@ class CaptureRecorder(Recorder):
         generators = [bind(item, self.live) for item in generators_of(slice_nodes)]
         states = [generator.get_state() for generator in generators]
         try:
-            with _disable_current_modes(), torch.no_grad():
+            with disable_current_modes(), torch.no_grad():
                 for node in slice_nodes:
                     run_node(node, environment, self.live)
         finally:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from undertow.ir import TensorType, Value
 from undertow.record.views import ViewStep
+from undertow.torch_internals import disabled_torch_function, make_wrapper_tensor, tree_map
 
 if TYPE_CHECKING:
     from undertow.record.tracing import Recorder
@@ -33,7 +33,7 @@ class TracedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, fake: torch.Tensor, recorder: Recorder) -> TracedTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(
+        tensor = make_wrapper_tensor(
             cls,
             fake.shape,
             strides=fake.stride(),
@@ -45,7 +45,7 @@ class TracedTensor(torch.Tensor):
         tensor.recorder = recorder
         return tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -19,10 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch._dynamo  # PyTorch would import it at the first recording, and register types of its own then
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from undertow.errors import CaptureError
 from undertow.ir import Live, Node, Operation, Origin, Phase, TensorType, Value
@@ -47,6 +43,17 @@ from undertow.ops.own import (
 from undertow.record.traced_tensor import Alias, Storage, TracedTensor
 from undertow.record.views import ViewStep, take_part, write_through
 from undertow.rules.registry import find_op
+from undertow.torch_internals import (
+    DisableTorchDispatch,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    disable_current_modes,
+    dispatcher_files,
+    load_dynamo,
+)
+
+load_dynamo()  # PyTorch would import it at the first recording, and register types of its own then
 
 aten = torch.ops.aten
 
@@ -108,7 +115,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def on_fakes(self) -> Iterator[None]:
         """Run what is inside on fake tensors, unrecorded."""
-        with _disable_current_modes(), self.fake_mode:
+        with disable_current_modes(), self.fake_mode:
             yield
 
     def new_tensor(self, value: Value) -> TracedTensor:
@@ -182,7 +189,7 @@ class Recorder(TorchDispatchMode):
         if not is_type_found_by_running(func, tensors, flatten_outputs(result)):
             return result
         if is_view:
-            with _disable_current_modes():
+            with disable_current_modes():
                 found = func(*map_tensors(fake_args, _meta_like), **fake_kwargs)
             with self.on_fakes():
                 return result.as_strided(found.shape, found.stride())
@@ -200,7 +207,7 @@ class Recorder(TorchDispatchMode):
             return zeros
 
         try:
-            with _disable_current_modes(), below_autograd():
+            with disable_current_modes(), below_autograd():
                 args, kwargs = map_tensors((fake_args, fake_kwargs), make_zeros)
                 result = function(*args, **kwargs)
                 return map_tensors(result, lambda t: fakes[id(t)] if id(t) in fakes else self.fake_like(t))
@@ -296,7 +303,7 @@ class Recorder(TorchDispatchMode):
         target.alias = Alias(target.alias.storage, (*target.alias.steps, step), value, target.alias.storage.version)
         self.tensors[value] = target
         if func is not aten.detach_.default:
-            with torch._C._DisableTorchDispatch():
+            with DisableTorchDispatch():
                 func(*args, **kwargs)
         return args[0]
 
@@ -467,7 +474,7 @@ def _is_called_by(file: str) -> bool:
     """Whether the innermost Python code outside this module and PyTorch's dispatcher lies in `file`."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != file:
-        if frame.f_code.co_filename not in (__file__, torch._compile.__file__, torch._dynamo.eval_frame.__file__):
+        if frame.f_code.co_filename not in (__file__, *dispatcher_files()):
             return False
         frame = frame.f_back
     return frame is not None

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from undertow.ir import Value
 from undertow.ir.operation import Operation, operation_maker
 from undertow.ir.pytorch import operation_of
 from undertow.ops.own import REPLACE_VALUE
+from undertow.torch_internals import OpOverload
 
 if TYPE_CHECKING:
     from undertow.record.tracing import Recorder

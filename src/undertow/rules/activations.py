@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
-from torch._ops import OpOverload
 
 from undertow.alternatives.registry import PACK_SIGNS, Code, packed_type, register_code
 from undertow.ir import Node, Value
 from undertow.kernels.bits import select_by_bits
 from undertow.ops.own import register_kernel
 from undertow.rules.registry import Call, Case, Op, Sampler, case, composed, fused, fused_joint, kink, register
+from undertow.torch_internals import OpOverload
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

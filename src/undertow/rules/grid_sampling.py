@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch._ops import OpOverload
 
 from undertow.rules.registry import Call, Case, Op, Sampler, case, composed, fused_joint, register
+from undertow.torch_internals import OpOverload
 
 aten = torch.ops.aten
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch._ops import OpOverload
 
 from undertow.ir.pytorch import declare
 from undertow.rules.registry import Call, Case, Op, Sampler, case, composed, fused, kink, register
+from undertow.torch_internals import OpOverload
 
 aten = torch.ops.aten
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from undertow.rules.registry import (
     Call,
@@ -30,6 +29,7 @@ from undertow.rules.registry import (
     fused_joint,
     register,
 )
+from undertow.torch_internals import suggest_memory_format
 
 aten = torch.ops.aten
 

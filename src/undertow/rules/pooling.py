@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from undertow.alternatives.registry import Codec, register_codec
 from undertow.ir import TensorType
@@ -22,6 +21,7 @@ from undertow.kernels.window_codes import decode_windows, encode_windows
 from undertow.ops.own import register_kernel
 from undertow.rules.registry import Call, Op, case, composed, fused, register
 from undertow.rules.resampling import apply_transposed
+from undertow.torch_internals import OpOverload
 
 aten = torch.ops.aten
 

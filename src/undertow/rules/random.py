@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch._ops import OpOverload
 
 from undertow.rules.registry import Call, Case, Formula, Op, Sampler, composed, fused, kink, register
+from undertow.torch_internals import OpOverload
 
 aten = torch.ops.aten
 

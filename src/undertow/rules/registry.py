@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from undertow.ir.out_overloads import mark_compared
 from undertow.ir.schema import bind_arguments
+from undertow.torch_internals import OpOverload
 
 Cotangent = torch.Tensor | None
 Formula = Callable[..., Any]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch._ops import OpOverload
 
 from undertow.rules.registry import Call, Case, Op, Sampler, case, composed, fused, register
+from undertow.torch_internals import OpOverload
 
 aten = torch.ops.aten
 

@@ -13,15 +13,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from undertow.ir import Value
 from undertow.ir.schema import bind_arguments
 from undertow.ir.structure import ATOMS
 from undertow.ops.modes import below_autograd
+from undertow.torch_internals import (
+    OpOverload,
+    SchemaTensorType,
+    TensorBase,
+    TorchDispatchMode,
+    VariableFunctions,
+    c_nn,
+)
 
-_HOLDERS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+_HOLDERS = (VariableFunctions, c_nn, TensorBase)
 
 
 _KNOWN: dict[Any, Callable[..., Any]] = {}
@@ -37,7 +43,7 @@ def callable_for(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _find_callable(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
     arguments = target._schema.arguments
-    if target.namespace == "aten" and arguments and isinstance(arguments[0].type, torch._C.TensorType):
+    if target.namespace == "aten" and arguments and isinstance(arguments[0].type, SchemaTensorType):
         stand_ins: dict[Value, torch.Tensor] = {}
         args, kwargs = _stand_in(args, stand_ins), _stand_in(kwargs, stand_ins)
         for holder in _HOLDERS:

@@ -26,6 +26,7 @@ import torch
 from undertow.ir import InputKind, Node, OpaqueType, Phase, Plan, Program, format_bytes
 from undertow.ops.updates import OPTIMIZER
 from undertow.runtime.graph_memory import copied_output_bytes, find_graph_memory
+from undertow.torch_internals import storage_use_count
 
 WARM_CALLS = 2  # before a capture, kernels must be loaded and chosen, and what they allocate once must be there
 NUM_TRIALS = 5  # of sizes of the graph's memory, where the predicted one is too small
@@ -238,7 +239,7 @@ class _Captured:
         self._counts = self._count_references()
 
     def _count_references(self) -> list[int]:
-        return [torch._C._storage_Use_Count(storage) for storage in self._storages]
+        return [storage_use_count(storage) for storage in self._storages]
 
     def is_in_use(self) -> bool:
         """Whether something still refers to a gradient of the last call."""

@@ -31,6 +31,7 @@ from undertow.runtime.code import Segment, StepCode, compile_program
 from undertow.runtime.cuda_graphs import GraphedStep
 from undertow.runtime.prepared_weights import Preparation
 from undertow.runtime.resident import rooms_of
+from undertow.torch_internals import autograd_engine, foreach_copy_
 
 Pattern = tuple[bool, ...]
 
@@ -124,7 +125,7 @@ class Step:
             results = self.code.forward(inputs, slots)
             for positions, places in self._update_groups:
                 targets = [inputs[position] for position in positions]
-                torch._foreach_copy_(targets, [results[place] for place in places])
+                foreach_copy_(targets, [results[place] for place in places])
                 torch.autograd.graph.increment_version(targets)
         return list(results[: len(self.program.outputs)])
 
@@ -194,7 +195,7 @@ class Run:
                 leaf._backward_hooks = hooks
 
         if hidden:
-            torch.autograd.Variable._execution_engine.queue_callback(restore)
+            autograd_engine.queue_callback(restore)
 
     def is_untouched(self, cts: Sequence[Any]) -> bool:
         """Whether no earlier backward pass read what this one reads: eager then allows it without retain_graph."""

@@ -10,10 +10,11 @@ import math
 import torch
 
 from undertow.errors import CallError
+from undertow.torch_internals import BatchNormBase
 from undertow.train.config import DEFAULT_MOMENTUM, TrainConfig
 
 NORMS = (
-    torch.nn.modules.batchnorm._NormBase,
+    BatchNormBase,
     torch.nn.LayerNorm,
     torch.nn.GroupNorm,
     torch.nn.RMSNorm,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from undertow.kernels.bits import pack_signs_into
+from undertow.kernels.compiler import cached_njit
 from undertow.kernels.convolution.winograd_tiles import NO_GATE, PACKED_GATE, VALUE_GATE, gate_bits, tail_bits
 from undertow.kernels.threads import run_parallel
 from undertow.kernels.vectors import (
@@ -62,7 +63,7 @@ def finish_row(
         store_where(target + 4 * element, value, bits)
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def _finish_rows(out: int, num_pixels: int, num_channels: int, bias: int, mask: int, has_relu: bool) -> None:
     for pixel in numba.prange(num_pixels):
         first = pixel * num_channels
@@ -83,7 +84,7 @@ def finish_output(out: Tensor, bias: Tensor | None, has_relu: bool, mask: Tensor
         pack_signs_into(out, mask)
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def _mask_rows(
     ct: int, gate: int, gate_kind: int, num_pixels: int, num_channels: int, num_parts: int, target: int, sums: int
 ) -> None:

@@ -14,6 +14,7 @@ import numba
 import torch
 from torch import Tensor
 
+from undertow.kernels.compiler import cached_njit
 from undertow.kernels.convolution.algorithm import Algorithm, Pass, Workspace, align, direct_error_bound
 from undertow.kernels.convolution.epilogue import finish_output, mask_cotangent
 from undertow.kernels.convolution.patch_loops import gather_patches
@@ -23,7 +24,7 @@ from undertow.kernels.threads import run_parallel
 from undertow.kernels.vectors import load_where, store_where, zeros
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def _gather_all(
     source: int, sizes: Any, first_channel: int, num_channels: int, result_size: Any, kernel: Any, rule_y: Any,
     rule_x: Any, num_pixels: int, target: int,
@@ -36,7 +37,7 @@ def _gather_all(
         )  # fmt: skip
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def _add_patches(
     patches: int, sizes: Any, first_channel: int, num_channels: int, out_size: Any, kernel: Any, stride: Any,
     padding: Any, dilation: Any, num_lines: int, target: int,

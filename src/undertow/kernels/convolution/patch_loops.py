@@ -17,6 +17,7 @@ from typing import Any
 
 import numba
 
+from undertow.kernels.compiler import cached_njit
 from undertow.kernels.convolution.epilogue import finish_row
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, ROWS, multiply_panel
 from undertow.kernels.convolution.winograd_tiles import gate_bits, tail_bits
@@ -101,7 +102,7 @@ def gather_patches(
                 y, image = 0, image + 1
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def pack_weight(
     weight: int, num_groups: int, group_bytes: int, num_columns: int, column_bytes: int, num_channels: int,
     channel_bytes: int, num_taps: int, target: int,
@@ -128,7 +129,7 @@ def pack_weight(
                     store_element(address + (tap * num_channels + channel) * PANEL_BYTES + 4 * lane, value)
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def convolve_patches(
     source: int, gate: int, gate_kind: int, sizes: Any, num_groups: int, result_sizes: Any, kernel: Any, rule_y: Any,
     rule_x: Any, num_pixels: int, block: int, is_gathered: bool, weight: int, bias: int, residual: int, target: int,
@@ -173,7 +174,7 @@ def convolve_patches(
                 )  # fmt: skip
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def correlate_patches(
     source: int, sizes: Any, num_groups: int, kernel: Any, rule_y: Any, rule_x: Any, cotangent: int, gate: int,
     gate_kind: int, result_sizes: Any, num_pixels: int, block: int, is_gathered: bool, num_sums: int, target: int,
@@ -247,7 +248,7 @@ def _add_rows(source: int, num_rows: int, target: int, is_added: bool) -> None:
     store(target + 64, high)
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def unpack_weight_cotangent(
     source: int, num_sums: int, num_groups: int, num_out: int, num_in: int, num_taps: int, target: int
 ) -> None:

@@ -13,6 +13,7 @@ import numba
 from torch import Tensor
 
 from undertow.kernels.bits import flat
+from undertow.kernels.compiler import cached_njit
 from undertow.kernels.convolution.algorithm import Algorithm, Pass, Workspace, align, direct_error_bound
 from undertow.kernels.convolution.epilogue import finish_output, mask_cotangent
 from undertow.kernels.convolution.shape import ConvolutionShape
@@ -21,7 +22,7 @@ from undertow.kernels.convolution.shape import ConvolutionShape
 # kernel, stride, padding, dilation.
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached_njit(error_model="numpy")
 def _forward(x: Any, weight: Any, out: Any, sizes: Any) -> None:
     batch, num_in, num_out, groups, (height, width), (out_height, out_width), kernel, stride, padding, dilation = sizes
     for line in range(batch * out_height):
@@ -41,7 +42,7 @@ def _forward(x: Any, weight: Any, out: Any, sizes: Any) -> None:
                 out[(line * out_width + out_x) * groups * num_out + o] = total
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached_njit(error_model="numpy")
 def _backward_data(ct: Any, weight: Any, ct_x: Any, sizes: Any) -> None:
     batch, num_in, num_out, groups, (height, width), (out_height, out_width), kernel, stride, padding, dilation = sizes
     for line in range(batch * height):
@@ -63,7 +64,7 @@ def _backward_data(ct: Any, weight: Any, ct_x: Any, sizes: Any) -> None:
                 ct_x[(line * width + x) * groups * num_in + c] = total
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached_njit(error_model="numpy")
 def _backward_weight(ct: Any, x: Any, ct_weight: Any, sizes: Any) -> None:
     batch, num_in, num_out, groups, (height, width), (out_height, out_width), kernel, stride, padding, dilation = sizes
     for o in range(groups * num_out):

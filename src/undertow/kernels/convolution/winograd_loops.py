@@ -15,6 +15,7 @@ from typing import Any
 
 import numba
 
+from undertow.kernels.compiler import cached_njit
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, multiply_panel
 from undertow.kernels.convolution.winograd_tiles import (
     tail_bits,
@@ -76,7 +77,7 @@ def _transform_cotangents(
         )  # fmt: skip
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def transform_all_inputs(
     n: int, source: int, gate: int, gate_kind: int, sizes: Any, padding: Any, grid: Any, num_tiles: int, target: int,
     scratch: int,
@@ -89,7 +90,7 @@ def transform_all_inputs(
         )  # fmt: skip
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def convolve_blocks(
     n: int, source: int, gate: int, gate_kind: int, in_sizes: Any, padding: Any, grid: Any, num_tiles: int, block: int,
     weight: int, bias: int, residual: int, target: int, mask: int, has_relu: bool, out_sizes: Any,
@@ -124,7 +125,7 @@ def convolve_blocks(
         )  # fmt: skip
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def convolve_panels(
     n: int, transformed: int, num_in: int, grid: Any, num_tiles: int, weight: int, column_bytes: int, term_bytes: int,
     is_rotated: bool, prepared: int, bias: int, residual: int, target: int, mask: int, has_relu: bool, out_sizes: Any,
@@ -173,7 +174,7 @@ def _add_rows(source: int, panel_bytes: int, num_rows: int, num_channels: int, t
         store_where(target + 4 * channel, total, bits)
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def correlate_blocks(
     n: int, source: int, in_sizes: Any, padding: Any, cotangent: int, gate: int, gate_kind: int, out_sizes: Any,
     grid: Any, num_tiles: int, block: int, num_sums: int, target: int, ct_bias: int, scratch: int,
@@ -215,7 +216,7 @@ def correlate_blocks(
                 )  # fmt: skip
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def correlate_panels(
     n: int, transformed: int, num_in: int, cotangent: int, gate: int, gate_kind: int, out_sizes: Any, grid: Any,
     num_tiles: int, target: int, ct_bias: int, scratch: int, workspace: int,

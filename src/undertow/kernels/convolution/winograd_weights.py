@@ -12,6 +12,7 @@ from typing import Any
 
 import numba
 
+from undertow.kernels.compiler import cached_njit
 from undertow.kernels.convolution.products import PANEL, PANEL_BYTES, ROWS
 from undertow.kernels.vectors import load, load_element, store, store_element
 
@@ -103,7 +104,7 @@ def transform_weight_panel(
             _transform_lanes(n, scratch, target + term * PANEL_BYTES + 64 * half, num_terms * PANEL_BYTES)
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def transform_weight(
     n: int, weight: int, num_columns: int, column_bytes: int, num_terms: int, term_bytes: int, is_rotated: bool,
     target: int, scratch: int,
@@ -158,7 +159,7 @@ def gather_weight_panel(
                     store_element(to + 4 * tap, load_element(scratch + 64 * tap + 4 * lane))
 
 
-@numba.njit(parallel=True, cache=True, error_model="numpy")
+@cached_njit(parallel=True, error_model="numpy")
 def gather_weight_cotangent(
     n: int, source: int, num_sums: int, sum_bytes: int, num_out: int, num_in: int, target: int, scratch: int
 ) -> None:
