@@ -20,7 +20,8 @@ from undertow.ir import Phase, Plan, TensorType, format_bytes
 from undertow.report.columns import format_us
 from undertow.report.decisions import Decisions
 from undertow.report.page_bands import Band, Picture, make_picture
-from undertow.report.page_pictures import color_class, draw_curve, draw_memory
+from undertow.report.page_frames import make_figure
+from undertow.report.page_pictures import CURVE_HEIGHT, MEMORY_HEIGHT, color_class, draw_curve, draw_memory
 from undertow.report.page_script import SCRIPT
 from undertow.report.page_style import make_style
 from undertow.report.page_tables import (
@@ -69,7 +70,7 @@ def render_page(
     ]
     if curve:
         point = None if measured is None else (float(measured.peak_bytes), measured.step_s * 1e6)
-        figure = f'<figure><div class="scroll">{draw_curve(curve, plan, point)}</div></figure>'
+        figure = make_figure(CURVE_HEIGHT, lambda frame: draw_curve(curve, plan, point, frame))
         sections.append(section("Time and memory of other plans", figure, curve_table(curve)))
     sections.append(section("Predicted and measured", measured_table(plan, measured, process_bytes)))
     limits = [*cannot_see, *_without_rule(plan)]
@@ -156,8 +157,10 @@ def memory_section(plan: Plan, timeline: Timeline, picture: Picture) -> str:
     note += "Point at a band to see what it is and why it is there; arrow keys move a cursor."
     return section(
         "Memory over the step",
-        f'<p class="note">{escape(note)}</p><figure><div class="scroll">{draw_memory(plan, picture)}</div>'
-        f'<ul class="legend">{legend}</ul></figure>',
+        f'<p class="note">{escape(note)}</p>',
+        make_figure(
+            MEMORY_HEIGHT, lambda frame: draw_memory(plan, picture, frame), f'<ul class="legend">{legend}</ul>'
+        ),
     )
 
 

@@ -18,6 +18,7 @@ from undertow.report.peak import Peak
 
 MAX_ROWS = 200
 MAX_LAYERS = 1000
+MAX_NARROW_COLUMNS = 3  # more of them do not fit the width of a telephone: the row is shown as a list there
 
 
 class Html(str):
@@ -36,9 +37,11 @@ def table(
         f'<th scope="col"{_class(kind)}>{escape(text)}</th>' for text, kind in zip(heads, kinds, strict=False)
     )
     head = f"<thead><tr>{head}</tr></thead>" if head else ""
-    body = "".join(f"<tr>{_cells(row, kinds)}</tr>" for row in rows)
-    foot = f'<tr class="total">{_cells(total, kinds)}</tr>' if total else ""
-    kind = "table narrow" if is_narrow else "table"
+    is_stacked = len(heads) > MAX_NARROW_COLUMNS
+    names = heads if is_stacked else ()
+    body = "".join(f"<tr>{_cells(row, kinds, names)}</tr>" for row in rows)
+    foot = f'<tr class="total">{_cells(total, kinds, names)}</tr>' if total else ""
+    kind = " ".join(["table", *(["narrow"] if is_narrow else []), *(["stacked"] if is_stacked else [])])
     # Focusable, so that keys can scroll a table wider than the screen.
     return f'<div class="{kind}" tabindex="0"><table>{head}<tbody>{body}{foot}</tbody></table></div>'
 
@@ -201,8 +204,13 @@ def _exact_bytes(num_bytes: float) -> str:
 
 def curve_table(curve: Sequence[tuple[float, float]]) -> str:
     """The points of the curve."""
-    rows = [(format_bytes(size), format_us(duration)) for size, duration in sorted(curve)]
-    body = table(("peak memory", "time of a step"), rows, ("number", "number"), is_narrow=True)
+    fastest = min(duration for _, duration in curve)
+    rows = [
+        (format_bytes(size), format_us(duration), f"{duration / fastest - 1:+.1%}" if fastest else "-")
+        for size, duration in sorted(curve)
+    ]
+    heads = ("peak memory", "time of a step", "beside the fastest")
+    body = table(heads, rows, ("number",) * 3, is_narrow=True)
     return f"<details><summary>The {len(rows)} plans as a table</summary>{body}</details>"
 
 
@@ -221,11 +229,15 @@ def _code(text: str) -> Html:
     return Html(f"<code>{escape(text)}</code>" if text else "")
 
 
-def _cells(row: Sequence[str], kinds: Sequence[str]) -> str:
-    return "".join(
-        f"<td{_class(kind)}>{cell if isinstance(cell, Html) else escape(cell)}</td>"
-        for cell, kind in zip(row, kinds, strict=True)
-    )
+def _cells(row: Sequence[str], kinds: Sequence[str], heads: Sequence[str]) -> str:
+    """The cells of a row; with `heads`, each cell has the name of its column for narrow screens."""
+    cells = []
+    for index, (cell, kind) in enumerate(zip(row, kinds, strict=True)):
+        text = cell if isinstance(cell, Html) else escape(cell)
+        head = f' data-head="{escape(heads[index])}"' if heads and heads[index] else ""
+        kind = f"{kind} none".lstrip() if heads and text in ("", "-") else kind
+        cells.append(f"<td{_class(kind)}{head}>{text}</td>")
+    return "".join(cells)
 
 
 def _class(kind: str) -> str:
