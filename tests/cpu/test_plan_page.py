@@ -159,6 +159,21 @@ def test_page_of_a_plan_with_nothing_measured_and_no_budget():
     assert "No budget" in text and "not measured" in text and "unknown" in text
 
 
+def test_a_time_that_nobody_predicted_is_not_zero():
+    x = torch.randn(2, 3)
+    planned = plan_training(torch.nn.Linear(3, 3), (x,)).plan
+    assert "time: not predicted" in print_plan(planned) and "0 us predicted" not in print_plan(planned)
+    text = Reader(page_of(planned, measured=Measurement(planned.peak_bytes, 1e-4))).text
+    assert "not predicted: without a budget nothing is timed" in text and "Predicted step unknown" in text
+    assert "0 us predicted" not in text
+
+
+def test_a_measured_time_far_off_is_a_factor():
+    plan = small_plan()
+    text = Reader(page_of(plan, measured=Measurement(plan.peak_bytes, 98.5e-6 * plan.step_us))).text
+    assert "98 times" in text and "+9750" not in text
+
+
 def test_page_of_a_plan_without_operations():
     plan = make_plan(Program((), (), ()))
     assert "runs no operation" in Reader(page_of(plan)).text

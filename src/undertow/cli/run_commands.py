@@ -110,7 +110,9 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
         if folder.checkpoint_path.exists():
             run.resume()
         run.prepare()
-        if not is_resumed:
+        if is_resumed:
+            folder.write_config(settings)
+        else:
             stack.enter_context(folder.lock())
             folder.create(settings)
         return run.train()

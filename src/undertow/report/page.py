@@ -40,13 +40,13 @@ from undertow.report.timeline import Timeline, short_name
 
 
 class Measured(Protocol):
-    """What the allocator and the clock saw."""
+    """What the allocator and the clock saw; the time is a median of several steps, None if there were too few."""
 
     @property
     def peak_bytes(self) -> int: ...
 
     @property
-    def step_s(self) -> float: ...
+    def step_s(self) -> float | None: ...
 
 
 def render_page(
@@ -69,7 +69,9 @@ def render_page(
         section("What was decided, layer by layer", layers_table(decisions), *decision_tables(decisions)),
     ]
     if curve:
-        point = None if measured is None else (float(measured.peak_bytes), measured.step_s * 1e6)
+        point = None
+        if measured is not None and measured.step_s is not None:
+            point = float(measured.peak_bytes), measured.step_s * 1e6
         figure = make_figure(CURVE_HEIGHT, lambda frame: draw_curve(curve, plan, point, frame))
         sections.append(section("Time and memory of other plans", figure, curve_table(curve)))
     sections.append(section("Predicted and measured", measured_table(plan, measured, process_bytes)))
@@ -120,7 +122,7 @@ def _header(plan: Plan, title: str, decisions: Decisions) -> str:
     tiles = [
         ("Predicted peak", format_bytes(plan.peak_bytes), f"{plan.peak_bytes:,} bytes"),
         ("Budget", "none" if budget is None else format_bytes(budget), "" if budget is None else f"{budget:,} bytes"),
-        ("Predicted step", format_us(plan.step_us), "measured costs" if plan.has_measured_costs else "modelled costs"),
+        _time_tile(plan),
         ("Spent to save memory", format_us(total.extra_us), share),
         ("Gap to the bound", f"{plan.gap:.1%}" if plan.lower_bound_ns else "unknown", bound),
     ]
@@ -128,6 +130,12 @@ def _header(plan: Plan, title: str, decisions: Decisions) -> str:
         f'<header><h1>{escape(title)}</h1><p class="verdict"><b class="{kind}">{mark}{escape(head.capitalize())}:</b>'
         f"{escape(rest)}</p>{tile_list(tiles)}</header>\n"
     )
+
+
+def _time_tile(plan: Plan) -> tuple[str, str, str]:
+    if not plan.step_us:
+        return "Predicted step", "unknown", "no operation was timed"
+    return "Predicted step", format_us(plan.step_us), "measured costs" if plan.has_measured_costs else "modelled costs"
 
 
 def tile_list(tiles: Sequence[tuple[str, str, str]]) -> str:

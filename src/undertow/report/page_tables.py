@@ -18,6 +18,7 @@ from undertow.report.peak import Peak
 
 MAX_ROWS = 200
 MAX_LAYERS = 1000
+MIN_TIMES = 10  # from here on a measured number is so many times the predicted one, not so many percent more
 MAX_NARROW_COLUMNS = 3  # more of them do not fit the width of a telephone: the row is shown as a list there
 
 
@@ -180,11 +181,12 @@ def measured_table(plan: Plan, measured: Any, process_bytes: int | None) -> str:
     rows: list[tuple[str, ...]] = []
     pairs = (
         ("peak memory", float(plan.peak_bytes), None if measured is None else float(measured.peak_bytes), _exact_bytes),
-        ("time of a step", plan.step_us, None if measured is None else measured.step_s * 1e6, format_us),
+        ("time of a step (median)", plan.step_us, _microseconds(measured), format_us),
     )
     for name, predicted, found, show in pairs:
-        difference = f"{found / predicted - 1:+.2%}" if found is not None and predicted else "-"
-        rows.append((name, show(predicted), "not measured" if found is None else show(found), difference))
+        difference = _difference(found / predicted) if found is not None and predicted else "-"
+        expected = show(predicted) if predicted else "not predicted: without a budget nothing is timed"
+        rows.append((name, expected, "not measured" if found is None else show(found), difference))
     if plan.budget_bytes is not None:
         rows.append(("budget", _exact_bytes(plan.budget_bytes), "", ""))
     process = "not measured" if process_bytes is None else format_bytes(process_bytes)
@@ -196,6 +198,14 @@ def measured_table(plan: Plan, measured: Any, process_bytes: int | None) -> str:
     )
     found = table(("", "predicted", "measured", "difference"), rows, kinds, is_narrow=True)
     return found + (note if process_bytes is not None else "")
+
+
+def _microseconds(measured: Any) -> float | None:
+    return None if measured is None or measured.step_s is None else measured.step_s * 1e6
+
+
+def _difference(ratio: float) -> str:
+    return f"{ratio:.0f} times" if ratio >= MIN_TIMES else f"{ratio - 1:+.2%}"
 
 
 def _exact_bytes(num_bytes: float) -> str:

@@ -120,7 +120,10 @@ def verdict(plan: Plan, total: LayerDecisions) -> list[str]:
             if left >= 0
             else f"does not fit: {peak} predicted at the peak, {format_bytes(-left)} over the budget of {budget}"
         ]
-    lines.append(f"time: {format_us(plan.step_us)} predicted for a step{_extra(plan, total)}")
+    if plan.step_us:
+        lines.append(f"time: {format_us(plan.step_us)} predicted for a step{_extra(plan, total)}")
+    else:
+        lines.append("time: not predicted; no operation was timed, because no budget asks for a choice")
     if plan.lower_bound_ns:
         lines.append(
             f"bound: no plan {'within the budget ' if plan.budget_bytes is not None else ''}takes less than "

@@ -86,6 +86,16 @@ class TrainConfig:
         """The highest learning rate of the run."""
         return DEFAULT_RATES[self.optimizer] if self.lr is None else self.lr
 
+    @property
+    def sgd_momentum(self) -> float | None:
+        """The momentum of sgd; None for other optimizers."""
+        return DEFAULT_MOMENTUM if self.momentum is None and self.optimizer == "sgd" else self.momentum
+
+    def effective(self, name: str) -> Any:
+        """The value of an option as the run uses it: the default where none was given."""
+        used = {"lr": self.learning_rate, "momentum": self.sgd_momentum}
+        return used.get(name, getattr(self, name))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as in a config file."""
         return dataclasses.asdict(self)
@@ -181,11 +191,12 @@ def check_resumed(config: TrainConfig, given: dict[str, Any], folder: Path) -> T
     requested = make_config({**config.to_dict(), **given}, "command line")
     if given.get("out") is not None and Path(given["out"]).resolve() != folder.resolve():
         raise CallError(f"the run in {folder} goes on in its own folder, but --out is {given['out']}: leave --out out")
-    for name, before in config.to_dict().items():
-        now = getattr(requested, name)
+    for item in fields(TrainConfig):
+        name, before, now = item.name, config.effective(item.name), requested.effective(item.name)
         if now != before and name not in (*CHANGEABLE, "out"):
+            started = f"without {name}" if before is None else f"with {name} {before!r}"
             raise CallError(
-                f"the run in {folder} was started with {name} {before!r}, but now {now!r} is given: "
+                f"the run in {folder} was started {started}, but now {now!r} is given: "
                 f"leave --{name.replace('_', '-')} out, or start a new run"
             )
     if (requested.epochs, requested.max_steps) != (config.epochs, config.max_steps) and config.schedule != "constant":

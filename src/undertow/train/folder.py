@@ -71,6 +71,10 @@ class RunFolder:
     def create(self, config: TrainConfig) -> None:
         """Start a run here: write its config."""
         self.check_is_free()
+        self.write_config(config)
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Write the options, also those that a resumed run changes."""
         text = json.dumps(config.to_dict(), indent=2) + "\n"
         write_durably(self.path / CONFIG, lambda file: file.write(text.encode()))
 

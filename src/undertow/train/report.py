@@ -15,11 +15,18 @@ from undertow.ir import Plan, format_bytes
 from undertow.report.plan_summary import plan_to_dict, print_plan
 from undertow.report.run_curves import Evaluated
 from undertow.report.run_page import RunView, render_run_page
-from undertow.runtime.measure import Measurement
 from undertow.train.checkpoint import Checkpoint, Progress
 from undertow.train.config import TrainConfig
 from undertow.train.losses import make_loss
 from undertow.train.optimizing import make_optimizer
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """What the steps of a run took; the time is a median, and None where there were too few steps."""
+
+    peak_bytes: int
+    step_s: float | None
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,8 @@ class RunReport:
         """One page that needs nothing else."""
         progress = self.progress
         measured = None
-        if progress.measured_peak_bytes is not None and progress.measured_step_s is not None:
-            measured = Measurement(progress.measured_peak_bytes, progress.measured_step_s)
+        if progress.measured_peak_bytes is not None:
+            measured = MeasuredSteps(progress.measured_peak_bytes, progress.measured_step_s)
         peak = "not measured" if measured is None else format_bytes(measured.peak_bytes)
         tiles = [
             ("Test accuracy", "-" if progress.test_accuracy is None else f"{progress.test_accuracy:.2%}", ""),
