@@ -302,10 +302,10 @@ def test_a_long_program_stays_small_and_quick():
     assert "layers.0.act to layers." in page
 
 
-def test_text_for_the_terminal_is_within_100_columns():
+def test_text_for_the_terminal_is_within_80_columns():
     plan = small_plan(HOSTILE)
     for text in (print_plan(plan), explain(plan, HOSTILE[1]), print_plan(long_plan(400))):
-        assert max(map(len, text.splitlines())) <= 100
+        assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,11 @@ MIN_SAMPLES, MAX_SAMPLES, SAMPLING_S = 3, 15, 0.5
 def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     """Run a step for its time, and once more under the profiler for its peak.
 
-    A module is run several times, and its time is the median; the first run, which may plan, is not counted. A
-    training step changes the weights, so it is run once for its time. `step` is what `train_step` returned, or a module, planned or not. A module runs forward and backward, from the
+    `step` is what `train_step` returned, or a module, planned or not. A module runs forward and backward, from the
     outputs that its plan expects gradients from. Without a plan it runs backward from its own loss, or from the sum of
     its outputs where it returns no loss. It only runs forward where no output carries a gradient. A step trains as
-    always; a module's gradients are dropped before each run.
+    always; a module's gradients are dropped before each run. A module's time is the median of several runs after a
+    first one, which may plan; a training step changes weights, and runs once for its time.
     """
     given = [tensor for _, tensor in tensors_in((args, kwargs))]
     if isinstance(step, TrainStep):

@@ -57,13 +57,18 @@ def render_page(
     measured: Measured | None = None,
     process_bytes: int | None = None,
     cannot_see: Sequence[str] = (),
+    advice: str = "",
 ) -> str:
-    """The page. `curve` is (peak bytes, step microseconds) of other plans; `cannot_see` is what no plan counts."""
+    """The page. `curve` is (peak bytes, step microseconds) of other plans; `cannot_see` is what no plan counts.
+
+    `advice` is a section that comes first.
+    """
     decisions = find_decisions(plan)
     timeline = Timeline(plan)
     picture = make_picture(timeline)
     sections = [
         _header(plan, title, decisions),
+        advice,
         memory_section(plan, timeline, picture),
         section("At the peak", peak_table(plan, decisions.peak), largest_table(decisions.peak)),
         section("What was decided, layer by layer", layers_table(decisions), *decision_tables(decisions)),
@@ -112,7 +117,7 @@ def section(title: str, *parts: str) -> str:
 
 def _header(plan: Plan, title: str, decisions: Decisions) -> str:
     is_fitting = fits(plan)
-    head, _, rest = verdict(plan, decisions.total)[0].partition(":")
+    head, _, rest = verdict(plan, decisions.total)[-1].partition(":")
     kind = "" if is_fitting is None else "good" if is_fitting else "bad"
     mark = "" if is_fitting is None else "✓ " if is_fitting else "✗ "
     total = decisions.total

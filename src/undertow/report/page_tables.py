@@ -196,8 +196,8 @@ def measured_table(plan: Plan, measured: Any, process_bytes: int | None) -> str:
         '<p class="note">The process takes more than the step: the interpreter, the libraries, and what the allocator '
         "has not returned.</p>"
     )
-    found = table(("", "predicted", "measured", "difference"), rows, kinds, is_narrow=True)
-    return found + (note if process_bytes is not None else "")
+    shown = table(("", "predicted", "measured", "difference"), rows, kinds, is_narrow=True)
+    return shown + (note if process_bytes is not None else "")
 
 
 def _microseconds(measured: Any) -> float | None:

@@ -70,7 +70,7 @@ class TrainConfig:
     accumulate: int = _option(1, "Batches whose gradients are averaged into one update.", least=1)
     clip_norm: float | None = _option(None, "Clip all gradients together to this norm.", least=0)
     patience: int | None = _option(None, "Stop after this many epochs without a lower test loss.", least=1)
-    budget: str | None = _option(None, "Peak memory of a step: 50MiB, 6GiB, or bytes.")
+    budget: str | None = _option(None, "Peak memory of a step: 50MiB, 6GiB or 6G, or bytes.")
     numerics: str = _option(
         "exact",
         "exact: eager's bits; fast: the fastest kernels, within error bounds; bf16: fast, in bfloat16.",

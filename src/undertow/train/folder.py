@@ -12,8 +12,10 @@ as you would a script. Nothing else in it is run.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +49,20 @@ class RunFolder:
         """Raise CallError if the folder already holds a run."""
         if (self.path / CONFIG).exists() or self.checkpoint_path.exists():
             raise CallError(f"{self.path} already holds a run: go on with --resume {self.path}, or give another --out")
+
+    def check_can_be_made(self) -> None:
+        """Raise FolderError if the folder cannot be made or written; leaves nothing there."""
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise FolderError(f"the run's folder {self.path} cannot be made or written: {error.strerror}") from None
+        finally:
+            for path in made:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
 
     @contextmanager
     def lock(self) -> Iterator[None]:

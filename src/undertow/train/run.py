@@ -21,6 +21,7 @@ from undertow.api.budgets import parse_budget
 from undertow.api.reports import process_peak_bytes
 from undertow.api.training import TrainStep, train_step
 from undertow.errors import DataError
+from undertow.report.columns import wrap
 from undertow.runtime.measure import measure_call
 from undertow.train.checkpoint import Checkpoint, Progress, collect_tensors, restore, save_checkpoint
 from undertow.train.config import TrainConfig
@@ -79,7 +80,7 @@ class TrainResult:
                 f"peak memory of a step: {progress.predicted_peak_bytes:,} bytes predicted, "
                 f"{progress.measured_peak_bytes:,} measured{budget}"
             )
-        return "\n".join([*lines, f"weights sha256 {self.weights_sha256}", f"run {self.folder}"])
+        return "\n".join([*map(wrap, lines), f"weights sha256 {self.weights_sha256}", f"run {self.folder}"])
 
 
 class Run:
