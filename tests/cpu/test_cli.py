@@ -1,6 +1,8 @@
 """The command line: what it prints, its exit codes, and one line for each wrong call."""
 
 import json
+import os
+import pty
 import subprocess
 import sys
 from importlib.metadata import version
@@ -390,3 +392,28 @@ def test_ctrl_c_while_importing_is_quiet(delay_s):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_terminal_is_told_what_takes_long(tmp_path):
+    terminal, end = pty.openpty()
+    words = [sys.executable, "-m", "undertow", "plan", "lenet5", "--budget", "8M"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=end, env=environment, text=True) as process:
+        os.close(end)
+        shown = b""
+        while True:
+            try:
+                part = os.read(terminal, 4096)
+            except OSError:  # Linux says so when the other end is closed
+                break
+            if not part:
+                break
+            shown += part
+        out = process.stdout.read()
+    os.close(terminal)
+    assert process.returncode == 0 and "\x1b" not in out
+    for words in (b"recording the model ...", b"timing operations", b"searching for plans of", b"running the step"):
+        assert words in shown
+    assert shown.removesuffix(b"\x1b[0m").endswith(
+        b"\r\x1b[K"
+    )  # the line is erased; libraries reset colours at the end

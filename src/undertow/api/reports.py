@@ -13,6 +13,7 @@ from undertow.api.measuring import measure
 from undertow.api.terms import parse_terms
 from undertow.calls.planned import make_planned
 from undertow.calls.smaller_batch import offering_smaller_batch
+from undertow.doing import doing
 from undertow.ir import Plan
 from undertow.pipeline import Request, expected_pattern, record, search_plan
 from undertow.report.page import render_page
@@ -94,7 +95,8 @@ def report_plan(
     if terms.costs is CostSource.MODEL:
         return PlanReport(plan, curve, None)
     planned = make_planned(model, terms)
-    measured = measure(planned, *args, **(kwargs or {}))
+    with doing("running the step for its time and its peak"):
+        measured = measure(planned, *args, **(kwargs or {}))
     return PlanReport(plan, curve, measured)
 
 
