@@ -19,6 +19,7 @@ UndertowError
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -58,19 +59,52 @@ class NotFinite(UndertowError):
     """The loss or a weight is infinite or not a number."""
 
 
+@dataclass(frozen=True)
+class WayOut:
+    """A change under which the step fits the budget, and the peak that was planned for it."""
+
+    change: str
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.change}: {self.peak_bytes} bytes"
+
+
 class InfeasibleBudget(UndertowError):
     """No plan fits the budget. `minimum_bytes` can be reached; less than `lower_bound_bytes` cannot.
 
-    `other_bits_minimum_bytes` can be reached by kernels that round differently; None if those need no less.
+    `other_bits_minimum_bytes` can be reached by kernels that round differently; None if those need no less. `ways` are
+    changes under which the step fits, each planned; `hints` may help and were not planned. `at` is where the `least`
+    plan has its peak, and `parts` are the bytes there by what they are.
     """
 
     def __init__(
-        self, message: str, minimum_bytes: int, lower_bound_bytes: int, other_bits_minimum_bytes: int | None = None
+        self,
+        message: str,
+        minimum_bytes: int,
+        lower_bound_bytes: int,
+        other_bits_minimum_bytes: int | None,
+        *,
+        budget_bytes: int,
+        at: str,
+        parts: tuple[tuple[str, int], ...],
+        ways: tuple[WayOut, ...],
+        hints: tuple[str, ...],
+        least: Any,
     ) -> None:
         super().__init__(message)
         self.minimum_bytes = minimum_bytes
         self.lower_bound_bytes = lower_bound_bytes
         self.other_bits_minimum_bytes = other_bits_minimum_bytes
+        self.budget_bytes = budget_bytes
+        self.at, self.parts = at, parts
+        self.ways, self.hints = ways, hints
+        self.least = least
+
+    def __str__(self) -> str:
+        fitting = "; ".join(map(str, self.ways)) or "no single change that was planned"
+        hints = f". Not planned, may help: {'; '.join(self.hints)}" if self.hints else ""
+        return f"{self.args[0]}. What would fit: {fitting}{hints}"
 
 
 class ProgramError(UndertowError):

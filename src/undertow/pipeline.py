@@ -27,6 +27,7 @@ from undertow import rules as rules
 from undertow.alternatives.registry import find_alternatives
 from undertow.autodiff.backward import differentiate
 from undertow.costs.table import find_costs
+from undertow.doing import doing
 from undertow.errors import CallError, PlanError
 from undertow.ir import Node, Plan, Program
 from undertow.ir.check_plan import check_plan
@@ -84,7 +85,8 @@ class Request:
 
 def record(request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """The forward pass as a Program: the function, run once on tensors without data."""
-    captured = capture(request.forward, args, kwargs, request.model)
+    with doing("recording the model"):
+        captured = capture(request.forward, args, kwargs, request.model)
     if request.training is not None:
         _check_loss(captured)
     return captured
@@ -214,14 +216,16 @@ def find_planner(request: Request, program: Program, live: Mapping[str, Any]) ->
     found = find_alternatives(program)
     nodes = [*program.nodes, *(alternative.node for alternative in found)]
     _compile(nodes)
-    return make_planner(
-        program,
-        found,
-        find_costs(nodes, request.terms, live),
-        find_held(request, program),
-        has_measured_costs=request.terms.costs is CostSource.MEASURED,
-        time_limit_s=request.terms.time_limit_s,
-    )
+    costs = find_costs(nodes, request.terms, live)
+    with doing(f"searching for plans of {len(program.nodes):,} operations"):
+        return make_planner(
+            program,
+            found,
+            costs,
+            find_held(request, program),
+            has_measured_costs=request.terms.costs is CostSource.MEASURED,
+            time_limit_s=request.terms.time_limit_s,
+        )
 
 
 def adopt_plan(request: Request, captured: Captured, pattern: Pattern, saved: SavedPlan) -> Plan:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 import undertow as ut
+from undertow.api.budgets import parse_budget
 from undertow.api.reports import report_plan
 from undertow.api.training import make_step
 from undertow.costs import cache as cost_cache
@@ -216,11 +217,58 @@ def small():
 
 def test_the_refusal_says_what_would_fit():
     with pytest.raises(ut.InfeasibleBudget) as refusal:
-        ut.plan(small(), (torch.randn(512, 64),), budget="100KiB")
+        ut.plan(small(), (torch.randn(512, 64),), budget="900KiB")
     message = str(refusal.value)
-    for part in ("cannot be met", "At the peak", "parameters", "half the batch", "train_step", "bfloat16"):
+    for part in ("cannot be met", "At the peak", "parameters", "What would fit: a batch of", "may help", "bfloat16"):
         assert part in message
     assert f"({refusal.value.minimum_bytes} bytes)" in message
+
+
+def refused_calls():
+    """Calls whose budget may not be met, with their batch and their budget in KiB."""
+    for size in (100, 600, 900, 1700):
+        for x in (torch.randn(512, 64), torch.randn(1, 64)):
+            yield lambda x=x, size=size: ut.plan(small(), (x,), budget=size << 10), x, size
+            network = small()
+            words = {"loss": torch.sum, "optimizer": torch.optim.Adam(network.parameters()), "budget": size << 10}
+            yield lambda x=x, network=network, words=words: ut.train_step(network, (x,), **words), x, size
+
+
+def test_what_would_fit_does():
+    tried = set()
+    for call, x, size in refused_calls():
+        try:
+            call()
+            continue
+        except ut.InfeasibleBudget as refusal:
+            ways = refusal.ways
+        for way in ways:
+            assert way.peak_bytes <= size << 10
+            kind, words = " ".join(way.change.split()[:3]), way.change.split()
+            tried.add(kind)
+            network = small()
+            sgd = torch.optim.SGD(network.parameters(), lr=0.1)
+            if kind == "a batch of":
+                assert 1 <= int(words[3]) < len(x)
+                ut.plan(network, (x[: int(words[3])],), budget=size << 10)
+            else:
+                ut.train_step(network, (x,), loss=torch.sum, optimizer=sgd, budget=size << 10)
+    assert tried == {"a batch of", "an optimizer without", "ut.train_step with an"}
+
+
+def test_a_model_whose_first_dimension_is_no_batch_is_refused_without_one():
+    class Fixed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.reshape(8, 4, 64))
+
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        ut.plan(Fixed(64, 64), (torch.randn(32, 64),), budget="1KiB")
+    assert not refusal.value.ways and "no single change that was planned" in str(refusal.value)
+
+
+@pytest.mark.parametrize("text, size", [("6M", 6 << 20), ("6MB", 6 * 10**6), ("6 MiB", 6 << 20), ("1.5k", 1536)])
+def test_sizes_as_people_write_them(text, size):
+    assert parse_budget(text) == size
 
 
 @pytest.mark.parametrize(
@@ -232,7 +280,6 @@ def test_budgets_that_make_no_sense(budget):
 
 
 def test_units():
-    from undertow.api.budgets import parse_budget
 
     assert parse_budget("6GB") == 6 * 10**9
     assert parse_budget("1.5 MiB") == 3 * 2**19

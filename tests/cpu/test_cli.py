@@ -1,6 +1,8 @@
 """The command line: what it prints, its exit codes, and one line for each wrong call."""
 
 import json
+import os
+import pty
 import subprocess
 import sys
 from importlib.metadata import version
@@ -284,12 +286,21 @@ def test_plan_fits_or_is_refused(capsys, tmp_path, monkeypatch):
     page = tmp_path / "report.html"
     code, out, err = run(capsys, "plan", "lenet5", "--batch", "4", "--budget", "8MiB", "--html", str(page))
     assert code == 0 and not err
-    assert "fits" in out and "at the peak" in out and "measured: peak" in out
+    assert "at the peak" in out and "measured: peak" in out and "median" in out
+    assert out.rstrip().splitlines()[-1].startswith("fits: ") or "fits: " in out.rstrip().splitlines()[-2]
     assert page.read_text().lower().startswith("<!doctype html>")
     code, data = run_json(capsys, "plan", "lenet5", "--batch", "4", "--budget", "8MiB", "--costs", "model")
     assert code == 0 and data["fits"] and data["peak_bytes"] <= 8 * 2**20 and data["curve"]
-    code, out, err = run(capsys, "plan", "lenet5", "--budget", "1KiB")
-    assert code == 1 and "cannot be met" in err and "half the batch" in err
+
+    code, out, err = run(capsys, "plan", "lenet5", "--batch", "64", "--budget", "3M", "--html", str(page))
+    assert (code, out) == (1, "")
+    lines = err.splitlines()
+    assert lines[-1].startswith("undertow: the budget of 3.0 MiB cannot be met") and len(lines) < 30
+    assert max(map(len, lines)) <= 80
+    assert "Does not fit" in page.read_text() and "What would fit the budget" in page.read_text()
+    code, data = run_json(capsys, "plan", "lenet5", "--batch", "64", "--budget", "3M")
+    assert code == 1 and data["fits"] is False and data["minimum_bytes"] > data["budget_bytes"] == 3 << 20
+    assert all(way["peak_bytes"] <= 3 << 20 and way["change"] for way in data["ways"])
     code, out, err = run(capsys, "plan", "lenet5", "--budget", "50%")
     assert code == 2 and "budget" in err
 
@@ -322,3 +333,87 @@ def test_tune_times_both_numerics(capsys, tmp_path, monkeypatch):
 def test_plan_with_unknown_numerics(capsys):
     assert main(["plan", "lenet5", "--batch", "2", "--numerics", "quick"]) == 2
     assert '"exact", "fast", "bf16"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["missing/page.html", "my_models.py/page.html", "."])
+def test_a_page_that_cannot_be_written_is_refused_before_planning(capsys, monkeypatch, place):
+    monkeypatch.setattr("undertow.api.reports.report_plan", lambda *_, **__: pytest.fail("planned"))
+    code, out, err = run(capsys, "plan", "lenet5", "--html", place)
+    assert (code, out) == (5, "") and err.startswith(f"undertow: --html {place} cannot be written: ")
+
+
+@pytest.mark.parametrize("place", ["my_models.py/run", "my_models.py"])
+def test_a_folder_that_cannot_be_made_is_refused_before_planning(capsys, monkeypatch, folder, place):
+    monkeypatch.setattr("undertow.cli.workloads.load_workload", lambda *_: pytest.fail("loaded"))
+    code, out, err = run(capsys, "train", "lenet5", "--out", place)
+    assert (code, out) == (5, "") and f"the run's folder {place} cannot be made or written" in err
+    assert (folder / "my_models.py").read_text() == MODELS
+
+
+def test_a_page_that_was_only_checked_is_not_there(capsys, folder):
+    assert run(capsys, "plan", "no_such_model", "--html", "page.html")[0] == 2
+    assert not (folder / "page.html").exists()
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_lines_fit_the_terminal(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    calls = [
+        ("plan", "lenet5", "--batch", "64", "--budget", "3800K", "--costs", "model"),
+        ("plan", "lenet5", "--batch", "64", "--budget", "1MiB", "--costs", "model"),
+        ("inspect", "lenet5", "--batch", "2", "--optimizer", "adam"),
+        ("check", "my_models.py:with_args"),
+    ]
+    for words in calls:
+        _, out, err = run(capsys, *words)
+        lines = [line for line in (out + err).splitlines() if not line.startswith("undertow: ")]
+        assert lines and max(map(len, lines)) <= min(columns, 80), words
+
+
+@pytest.mark.parametrize("command, words", [("train", ("sgd", "digits", "10")), ("plan", ("exact", "measured"))])
+def test_help_says_the_defaults(capsys, command, words):
+    out = " ".join(run(capsys, command, "--help")[1].split())
+    assert all(f"[default: {word}]" in out for word in words)
+
+
+@pytest.mark.parametrize("delay_s", [0.2, 0.8])
+def test_ctrl_c_while_importing_is_quiet(delay_s):
+    # Modules that take long to find stand for slow disks; Ctrl-C comes while they are imported.
+    program = (
+        "import sys, threading, time, signal, os\n"
+        "from undertow.cli import main\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('typer', 'torch'):\n"
+        "            time.sleep(1)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        f"threading.Timer({delay_s}, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "sys.exit(main(['plan', 'vgg16', '--batch', '64']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_terminal_is_told_what_takes_long(tmp_path):
+    terminal, end = pty.openpty()
+    words = [sys.executable, "-m", "undertow", "plan", "lenet5", "--budget", "8M"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=end, env=environment, text=True) as process:
+        os.close(end)
+        shown = b""
+        while True:
+            try:
+                part = os.read(terminal, 4096)
+            except OSError:  # Linux says so when the other end is closed
+                break
+            if not part:
+                break
+            shown += part
+        out = process.stdout.read()
+    os.close(terminal)
+    assert process.returncode == 0 and "\x1b" not in out
+    for words in (b"recording the model ...", b"timing operations", b"searching for plans of", b"running the step"):
+        assert words in shown
+    assert shown.removesuffix(b"\x1b[0m").endswith(
+        b"\r\x1b[K"
+    )  # the line is erased; libraries reset colours at the end

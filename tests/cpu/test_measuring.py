@@ -65,6 +65,19 @@ def test_a_watch_counts_what_is_left_of_an_inner_one_and_not_its_peak():
     assert outer.held_bytes == kept.nbytes + after.nbytes
 
 
+def test_the_time_of_a_module_is_a_median_without_the_first_call(monkeypatch):
+    seconds = iter([100.0, 1.0, 50.0, 2.0, 3.0])  # the last under the profiler
+    clock = {"now": 0.0}
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            clock["now"] += next(seconds)
+            return super().forward(x)
+
+    monkeypatch.setattr("undertow.api.measuring.time.perf_counter", lambda: clock["now"])
+    assert ut.measure(Slow(3, 3), torch.randn(2, 3)).step_s == 2.0
+
+
 def test_nothing_is_measured_inside_a_profile_of_the_user():
     with torch.profiler.profile(), pytest.raises(ut.CallError, match="is already running"):
         ut.measure(nn.Linear(3, 3), torch.randn(2, 3))

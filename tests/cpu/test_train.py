@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from training_commands import PLAN, refuse, run, train
 
+from undertow.api.training import TrainStep
 from undertow.cli.workloads import load_workload
 from undertow.data.opening import open_data
 from undertow.train.config import TrainConfig
@@ -152,6 +153,29 @@ def test_a_resumed_run_ends_in_the_same_bits(capsys):
     # Resuming a finished run changes nothing.
     code, out, _ = run(capsys, "train", "--resume", "parts", "--json")
     assert code == 0 and json.loads(out)["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_resumed_run_shows_what_it_was_given(capsys):
+    train(capsys, "--out", "a", "--epochs", "2")
+    assert run(capsys, "train", "--resume", "a", "--epochs", "3")[0] == 0
+    assert RunFolder(Path("a")).read_config().epochs == 3
+    code, out, _ = run(capsys, "report", "a", "--json")
+    assert code == 0 and json.loads(out)["config"]["epochs"] == 3 == json.loads(out)["place"]["epoch"]
+
+
+def test_the_time_of_a_step_is_a_median_outside_the_profiler(capsys, monkeypatch):
+    # The clock says that each step takes as many seconds as its number; the profiler runs during the second.
+    clock = {"now": 0.0, "steps": 0}
+
+    def slow(step, *batch, original=TrainStep.__call__):
+        clock["steps"] += 1
+        clock["now"] += clock["steps"]
+        return original(step, *batch)
+
+    monkeypatch.setattr(TrainStep, "__call__", slow)
+    monkeypatch.setattr("undertow.train.run.time.perf_counter", lambda: clock["now"])
+    train(capsys, "--out", "a", "--max-steps", "7")
+    assert RunFolder(Path("a")).read_checkpoint().progress.measured_step_s == 5  # of 3, 4, 5, 6, 7
 
 
 def test_loaders_of_ones_own_resume_too(capsys):
@@ -391,7 +415,7 @@ def test_wrong_calls(capsys, words):
 def test_after_training(capsys):
     result = train(capsys, "--out", "a", "--budget", "200KiB")
     refuse(capsys, 2, "already holds a run", *PLAN, "--out", "a")
-    refuse(capsys, 2, "was started with lr None, but now 0.5 is given", "train", "--resume", "a", "--lr", "0.5")
+    refuse(capsys, 2, "was started with lr 0.01, but now 0.5 is given", "train", "--resume", "a", "--lr", "0.5")
 
     code, out, _ = run(capsys, "evaluate", "a", "--json")
     assert code == 0 and json.loads(out)["test_accuracy"] == result["test_accuracy"]

@@ -142,10 +142,15 @@ def test_models_that_cannot_be_trained(capsys):
 
 def test_data_that_is_no_number_is_named(capsys):
     words = ["train", "models.py:make", "--data", "loaders.py:infinite", "--out", "a"]
-    refuse(capsys, 4, "in step 3 the data itself holds numbers that are not finite", *words)
+    message = (
+        "in step 3 the data itself holds numbers that are not finite, first in inputs of batch 1, example 8, column 3"
+    )
+    refuse(capsys, 4, message, *words)
+    code, _, err = run(capsys, *words[:-1], "b")
+    assert code == 4 and "(nan)" in err and "leave out that example" in err and "--lr" not in err
     save_data(x=lambda x: numpy.where(numpy.arange(120)[:, None] == 37, numpy.nan, x))
     words = ["train", "models.py:make", "--data", "changed.npz"]
-    refuse(capsys, 3, "changed.npz: x[37] holds a number that is infinite or NaN", *words)
+    refuse(capsys, 3, "changed.npz: x[37,0] is nan, not a finite number", *words)
 
 
 def test_one_process_trains_in_a_folder(capsys):

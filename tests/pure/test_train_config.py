@@ -78,6 +78,12 @@ def test_a_resumed_run_may_only_change_its_length():
         check_resumed(EXPECTED, {"out": "elsewhere"}, folder)
     with pytest.raises(CallError, match="started with lr 0.1, but now 0.2 is given"):
         check_resumed(EXPECTED, {"lr": 0.2}, folder)
+    plain = make_config({"model": "a"}, "")
+    with pytest.raises(CallError, match="started with lr 0.01, but now 0.1 is given"):
+        check_resumed(plain, {"lr": 0.1}, folder)
+    with pytest.raises(CallError, match="started without budget, but now '1GiB' is given"):
+        check_resumed(plain, {"budget": "1GiB"}, folder)
+    assert check_resumed(plain, {"lr": 0.01, "momentum": 0.9}, folder).learning_rate == 0.01
     with pytest.raises(CallError, match="depends on the run's length"):
         check_resumed(make_config({"model": "a", "schedule": "cosine"}, ""), {"epochs": 20}, folder)
 

@@ -21,8 +21,13 @@ from undertow.ir.structure import tensors_in
 from undertow.planner.instance import MAXIMUM_TOTAL
 from undertow.runtime.resident import resident_bytes
 
+# One letter is a power of 1024, as in `ulimit`, `docker --memory` and `systemd`.
 UNITS = {
     "B": 1,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
@@ -116,7 +121,7 @@ def _parse(budget: Any) -> int | float:
     unit = (match[2] or "B").upper() if match else ""
     if match is None or unit not in UNITS:
         raise CallError(
-            f'budget {budget!r} is not understood; write a number and a unit, such as "6GiB" (2**30), "6GB" (10**9), '
-            f'"500MiB", or an int of bytes'
+            f'budget {budget!r} is not understood; write a number and a unit, such as "6GiB" or "6G" (2**30), '
+            f'"6GB" (10**9), "500MiB", or an int of bytes'
         )
     return float(match[1]) * UNITS[unit]

@@ -31,6 +31,7 @@ from undertow.ops.interpret import generators_of, run_node
 from undertow.ops.own import bind
 from undertow.record.capture import capture
 from undertow.record.lazy_modules import refuse_lazy
+from undertow.report.columns import wrap
 from undertow.runtime.direct import DirectRun
 
 SAFETY = 8.0
@@ -88,8 +89,8 @@ class GradientCheck:
             f"worst {self.worst_ratio:.3g} of its tolerance"
         )
         if self.ok:
-            return f"gradients agree: {head}"
-        return "\n".join([f"gradients disagree: {head}", *(f"  {item}" for item in self.disagreements)])
+            return wrap(f"gradients agree: {head}")
+        return "\n".join([wrap(f"gradients disagree: {head}"), *(wrap(str(item), "  ") for item in self.disagreements)])
 
 
 def check_gradients(

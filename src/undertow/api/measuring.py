@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +18,17 @@ from undertow.record.lazy_modules import refuse_lazy
 from undertow.record.losses import find_loss, is_scalar_tensor
 from undertow.runtime.measure import Measurement, measure_call
 
+MIN_SAMPLES, MAX_SAMPLES, SAMPLING_S = 3, 15, 0.5
+
 
 def measure(step: TrainStep | torch.nn.Module, *args: Any, **kwargs: Any) -> Measurement:
-    """Run a step twice: for its time, and under the profiler for its peak.
+    """Run a step for its time, and once more under the profiler for its peak.
 
     `step` is what `train_step` returned, or a module, planned or not. A module runs forward and backward, from the
     outputs that its plan expects gradients from. Without a plan it runs backward from its own loss, or from the sum of
     its outputs where it returns no loss. It only runs forward where no output carries a gradient. A step trains as
-    always; a module's gradients are dropped before each run.
+    always; a module's gradients are dropped before each run. A module's time is the median of several runs after a
+    first one, which may plan; a training step changes weights, and runs once for its time.
     """
     given = [tensor for _, tensor in tensors_in((args, kwargs))]
     if isinstance(step, TrainStep):
@@ -47,8 +52,7 @@ def measure(step: TrainStep | torch.nn.Module, *args: Any, **kwargs: Any) -> Mea
             carriers.clear()
             total.backward(torch.empty(0))
 
-    step.zero_grad(set_to_none=True)
-    seconds = _time(call)
+    seconds = find_median_time(call, lambda: step.zero_grad(set_to_none=True))
     step.zero_grad(set_to_none=True)
     if runner is not None:
         runner.release_arena()
@@ -77,7 +81,18 @@ class _Sum(torch.autograd.Function):
         )
 
 
-def _time(call: Any) -> float:
+def find_median_time(call: Callable[[], Any], prepare: Callable[[], Any]) -> float:
+    """The median time of several calls after a first one; `prepare` runs before each and is not timed."""
+    prepare()
+    call()
+    samples: list[float] = []
+    while len(samples) < MIN_SAMPLES or (len(samples) < MAX_SAMPLES and sum(samples) < SAMPLING_S):
+        prepare()
+        samples.append(_time(call))
+    return statistics.median(samples)
+
+
+def _time(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     call()
     if torch.cuda.is_available():

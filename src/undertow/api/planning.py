@@ -11,6 +11,7 @@ import torch
 from undertow.api.calls import check_call, check_optimizer
 from undertow.api.terms import parse_terms
 from undertow.calls.planned import make_planned
+from undertow.calls.smaller_batch import offering_smaller_batch
 from undertow.errors import CallError
 from undertow.ir.saving import read_plan
 
@@ -53,5 +54,7 @@ def plan(
     if hasattr(model, "undertow_runner"):
         raise CallError("model is already planned; plan the module it was made from")
     planned = make_planned(model, terms, strict)
-    planned.undertow_runner.prepare(args, kwargs or {}, None if saved_plan is None else read_plan(saved_plan))
+    runner = planned.undertow_runner
+    with offering_smaller_batch(runner.request, args, kwargs or {}):
+        runner.prepare(args, kwargs or {}, None if saved_plan is None else read_plan(saved_plan))
     return planned

@@ -12,6 +12,8 @@ from undertow.api.calls import check_call, check_optimizer
 from undertow.api.measuring import measure
 from undertow.api.terms import parse_terms
 from undertow.calls.planned import make_planned
+from undertow.calls.smaller_batch import offering_smaller_batch
+from undertow.doing import doing
 from undertow.ir import Plan
 from undertow.pipeline import Request, expected_pattern, record, search_plan
 from undertow.report.page import render_page
@@ -51,13 +53,14 @@ class PlanReport:
         )
 
     def __str__(self) -> str:
-        text = print_plan(self.plan, CANNOT_SEE)
         if self.measured is None:
-            return text
-        return (
-            f"{text}\n\nmeasured: peak {self.measured.peak_bytes} bytes beside {self.plan.peak_bytes} predicted, "
-            f"{self.measured.step_s * 1e3:.1f} ms beside {self.plan.step_us / 1e3:.1f} predicted"
+            return print_plan(self.plan, CANNOT_SEE)
+        measured = (
+            f"measured: peak {self.measured.peak_bytes:,} bytes beside {self.plan.peak_bytes:,} predicted; "
+            f"{self.measured.step_s * 1e3:.1f} ms, the median of several steps, beside "
+            f"{self.plan.step_us / 1e3:.1f} predicted"
         )
+        return print_plan(self.plan, CANNOT_SEE, (measured,))
 
 
 def report_plan(
@@ -87,12 +90,14 @@ def report_plan(
     request = Request(model, model.forward, terms)
     with torch.enable_grad():
         captured = record(request, args, kwargs or {})
-    plan, planner = search_plan(request, captured, expected_pattern(request, captured))
+    with offering_smaller_batch(request, args, kwargs or {}):
+        plan, planner = search_plan(request, captured, expected_pattern(request, captured))
     curve = tuple((point.peak_bytes, point.time / 1e3) for point in planner.curve.points)
     if terms.costs is CostSource.MODEL:
         return PlanReport(plan, curve, None)
     planned = make_planned(model, terms)
-    measured = measure(planned, *args, **(kwargs or {}))
+    with doing("running the step for its time and its peak"):
+        measured = measure(planned, *args, **(kwargs or {}))
     return PlanReport(plan, curve, measured)
 
 

@@ -20,6 +20,7 @@ import torch
 from undertow.api.calls import check_call, check_clip_norm, check_training
 from undertow.api.terms import parse_terms
 from undertow.calls.runner import Runner
+from undertow.calls.smaller_batch import offering_smaller_batch
 from undertow.errors import CallError
 from undertow.ir import Node, Phase, Plan
 from undertow.ir.saving import SavedPlan, read_plan
@@ -77,7 +78,8 @@ def train_step(
         allow_other_bits=allow_other_bits,
     )
     step = make_step(model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict)
-    step.prepare((*args, *targets), kwargs or {}, None if saved_plan is None else read_plan(saved_plan))
+    with offering_smaller_batch(step.request, (*args, *targets), kwargs or {}):
+        step.prepare((*args, *targets), kwargs or {}, None if saved_plan is None else read_plan(saved_plan))
     return step
 
 

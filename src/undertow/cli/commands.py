@@ -18,7 +18,14 @@ import typer
 
 from undertow.cli.about_commands import add_about_commands
 from undertow.cli.exits import CHECK_FAILED, DONE, WRONG_CALL, exit_code
-from undertow.cli.printing import print_result, report_error, write, write_page
+from undertow.cli.printing import (
+    check_page,
+    print_result,
+    report_error,
+    report_refusal,
+    write,
+    write_page,
+)
 from undertow.cli.run_commands import add_run_commands
 from undertow.errors import ClosedPipe, GradientCheckFailed, InfeasibleBudget, OutputError, UndertowError
 
@@ -75,7 +82,11 @@ def _run(words: list[str]) -> int:
     output = io.StringIO()
     try:
         with redirect_stdout(output):
-            code = app(words, prog_name="undertow", standalone_mode=False)
+            try:
+                code = app(words, prog_name="undertow", standalone_mode=False)
+            except InfeasibleBudget as refusal:
+                report_refusal(refusal, "--json" in words)
+                code = exit_code(refusal)
         write(output.getvalue(), sys.stdout)
         return code
     except ClosedPipe:
@@ -139,7 +150,7 @@ def plan_command(
     model: ModelArgument,
     batch: BatchOption = None,
     inputs: InputOption = None,
-    budget: Annotated[str | None, typer.Option(help="Peak memory of the step: 4GiB, 500MB, or bytes.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Peak memory of the step: 4GiB or 4G, 500MB, or bytes.")] = None,
     optimizer: OptimizerOption = None,
     numerics: NumericsOption = "exact",
     allow_other_bits: Annotated[
@@ -153,9 +164,13 @@ def plan_command(
     """Plan a training step for a memory budget: does it fit, what is kept, recomputed and encoded, and why."""
     from undertow.api.reports import report_plan
     from undertow.cli.loading import load, running
+    from undertow.report.refusal import render_refusal
 
+    if html is not None:
+        check_page(html)
     subject = load(model, batch, inputs or [])
-    with running(f"{model} on {subject.describe_inputs()}"):
+    title = f"{model} on {subject.describe_inputs()}"
+    with running(title):
         made = _make_optimizer(optimizer, subject.model)
         try:
             result = report_plan(
@@ -169,10 +184,11 @@ def plan_command(
                 costs=costs,
             )
         except InfeasibleBudget as refusal:
-            report_error(str(refusal), is_json)
-            return CHECK_FAILED
+            if html is not None:
+                write_page(html, render_refusal(refusal, title))
+            raise
     if html is not None:
-        write_page(html, result.to_html(f"{model} on {subject.describe_inputs()}"))
+        write_page(html, result.to_html(title))
     print_result(result, is_json)
     return DONE
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from undertow.cli.busy_line import busy_line
 from undertow.errors import CallError, UndertowError
 from undertow.ir.structure import tensors_in
 from undertow.models import ZOO, ZooModel
@@ -91,7 +92,7 @@ def parse_input(text: str) -> torch.Tensor:
 def running(what: str) -> Iterator[None]:
     """Turn an error of the user's code into one line with its location; what that code prints goes to stderr."""
     try:
-        with redirect_stdout(sys.stderr):
+        with busy_line(), redirect_stdout(sys.stderr):
             yield
     except UndertowError:
         raise

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-from undertow.errors import CallError, ClosedPipe, OutputError
+from undertow.errors import ClosedPipe, InfeasibleBudget, OutputError
 
 
 def write(text: str, stream: TextIO) -> None:
@@ -40,13 +40,36 @@ def report_error(message: str, is_json: bool) -> None:
     write((json.dumps({"error": line}) if is_json else f"undertow: {line}") + "\n", sys.stderr)
 
 
+def report_refusal(refusal: InfeasibleBudget, is_json: bool) -> None:
+    """Print a refused budget: as an object on stdout, or as a short table on stderr whose last line is the verdict."""
+    from undertow.report.refusal import print_refusal, refusal_to_dict
+
+    if is_json:
+        print_data(refusal_to_dict(refusal))
+    else:
+        *table, verdict = print_refusal(refusal).rsplit("\n\n", 1)
+        write("\n\n".join([*table, f"undertow: {' '.join(verdict.split())}\n"]), sys.stderr)
+
+
+def check_page(path: str) -> None:
+    """Raise OutputError if a page cannot be written there; said before minutes of planning, not after."""
+    is_new = not os.path.exists(path)
+    try:
+        with open(path, "ab"):
+            pass
+        if is_new:
+            os.unlink(path)
+    except OSError as error:
+        raise OutputError(f"--html {path} cannot be written: {error.strerror}") from None
+
+
 def write_page(path: str, text: str) -> None:
     """Write a page to a file."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise CallError(f"--html {path}: {error.strerror}") from None
+        raise OutputError(f"--html {path} cannot be written: {error.strerror}") from None
 
 
 def _finite(data: Any) -> Any:

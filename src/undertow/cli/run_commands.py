@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from undertow.cli.exits import DONE, INTERRUPTED, TERMINATED
-from undertow.cli.printing import print_data, print_result, report_error
+from undertow.cli.printing import check_page, print_data, print_result, report_error
 from undertow.errors import CallError
 from undertow.train.config import CLASS_LOSSES, TrainConfig, check_resumed, make_config, read_config_file
 
@@ -41,12 +41,16 @@ def _with_config_options(command: Any) -> Any:
     made = []
     for item in fields(TrainConfig):
         text = item.metadata["help"]
+        if item.default is not None and item.name != "model":
+            default = {"True": "yes", "False": "no"}.get(str(item.default), item.default)
+            text += f" [default: {default}]"
         value_type = hints[item.name].__args__[0] if isinstance(hints[item.name], UnionType) else hints[item.name]
         given: Any = typer.Option(help=text)
         if item.name == "model":
             given = typer.Argument(metavar="MODEL", help=text, show_default=False)
         elif item.metadata["choices"]:
-            given = typer.Option(help=f"{text} One of {', '.join(item.metadata['choices'])}.")
+            choices = f" One of {', '.join(item.metadata['choices'])}."
+            given = typer.Option(help=f"{item.metadata['help']}{choices} [default: {item.default}]")
         made.append(
             inspect.Parameter(
                 item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[value_type | None, given]
@@ -103,6 +107,7 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
             use_same_threads(folder)
         else:
             folder.check_is_free()
+            folder.check_can_be_made()
         workload = load_workload(settings)
         if is_resumed:
             report_code(settings.model, settings.data)
@@ -110,7 +115,9 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
         if folder.checkpoint_path.exists():
             run.resume()
         run.prepare()
-        if not is_resumed:
+        if is_resumed:
+            folder.write_config(settings)
+        else:
             stack.enter_context(folder.lock())
             folder.create(settings)
         return run.train()
@@ -199,6 +206,8 @@ def report_command(
 
     with running(f"planning the step of {run} again"):
         trained = load_trained(run)
+        if is_html:
+            check_page(str(Path(run) / "report.html"))
         metrics = RunFolder(Path(run)).read_metrics()
         report = make_report(trained.config, trained.model, trained.checkpoint, metrics)
     if is_html:

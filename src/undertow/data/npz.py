@@ -78,8 +78,9 @@ def read_npz(path: Path) -> dict[str, torch.Tensor]:
                 f"{path}: {name} is {array.dtype} of shape {list(array.shape)}; it must hold rows of real numbers"
             )
         if array.is_floating_point() and not bool((finite := array.isfinite()).all()):
-            index = int((~finite.reshape(len(array), -1).all(1)).nonzero()[0])
-            raise DataError(f"{path}: {name}[{index}] holds a number that is infinite or NaN")
+            index = (~finite).nonzero()[0].tolist()
+            place, value = ",".join(map(str, index)), float(array[tuple(index)])
+            raise DataError(f"{path}: {name}[{place}] is {value}, not a finite number; mend or leave out that example")
     return found
 
 

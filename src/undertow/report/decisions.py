@@ -179,22 +179,27 @@ class LayerDecisions:
 
 @dataclass(frozen=True)
 class Decisions:
-    """All that was decided; `total` has the values of all layers, `peak` says what the bytes at the peak are."""
+    """All that was decided; `total` has the values of all layers, `peak` says what the bytes at the peak are.
+
+    `modules` are the model's modules in the order in which the forward pass first runs them.
+    """
 
     total: LayerDecisions
     peak: Peak
+    modules: tuple[str, ...]
 
     @cached_property
     def layers(self) -> tuple[LayerDecisions, ...]:
-        """By module, in the order in which the forward pass first meets them."""
+        """By module, in the model's order."""
         lists: dict[str, dict[str, list[Any]]] = {}
         items: list[Any] = [*self.total.kept, *self.total.recomputed, *self.total.encoded, *self.total.written_over]
         names = {Kept: "kept", Recomputed: "recomputed", Encoded: "encoded", WrittenOver: "written_over"}
-        for item in sorted(items, key=_first_position):
+        order = {path: index for index, path in enumerate(self.modules)}
+        for item in items:
             lists.setdefault(item.made_by.layer, {}).setdefault(names[type(item)], []).append(item)
         return tuple(
             LayerDecisions(path, **{name: tuple(found) for name, found in parts.items()})
-            for path, parts in lists.items()
+            for path, parts in sorted(lists.items(), key=lambda entry: order[entry[0]])
         )
 
     def within(self, module_path: str) -> LayerDecisions:
@@ -211,12 +216,6 @@ class Decisions:
 def is_within(path: str, module_path: str) -> bool:
     """Whether `path` is the module or lies inside it; the empty path is the whole model."""
     return not module_path or path == module_path or path.startswith(f"{module_path}.")
-
-
-def _first_position(item: Any) -> int:
-    return next(
-        getattr(item, name) for name in ("first", "released_after", "encoded_at", "position") if hasattr(item, name)
-    )
 
 
 def _to_dict(item: Any) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from undertow.ir import Phase, Plan, TensorType, format_bytes
 from undertow.report.columns import format_us
 from undertow.report.decisions import Decisions
 from undertow.report.page_bands import Band, Picture, make_picture
-from undertow.report.page_pictures import color_class, draw_curve, draw_memory
+from undertow.report.page_frames import make_figure
+from undertow.report.page_pictures import CURVE_HEIGHT, MEMORY_HEIGHT, color_class, draw_curve, draw_memory
 from undertow.report.page_script import SCRIPT
 from undertow.report.page_style import make_style
 from undertow.report.page_tables import (
@@ -39,13 +40,13 @@ from undertow.report.timeline import Timeline, short_name
 
 
 class Measured(Protocol):
-    """What the allocator and the clock saw."""
+    """What the allocator and the clock saw; the time is a median of several steps, None if there were too few."""
 
     @property
     def peak_bytes(self) -> int: ...
 
     @property
-    def step_s(self) -> float: ...
+    def step_s(self) -> float | None: ...
 
 
 def render_page(
@@ -56,20 +57,27 @@ def render_page(
     measured: Measured | None = None,
     process_bytes: int | None = None,
     cannot_see: Sequence[str] = (),
+    advice: str = "",
 ) -> str:
-    """The page. `curve` is (peak bytes, step microseconds) of other plans; `cannot_see` is what no plan counts."""
+    """The page. `curve` is (peak bytes, step microseconds) of other plans; `cannot_see` is what no plan counts.
+
+    `advice` is a section that comes first.
+    """
     decisions = find_decisions(plan)
     timeline = Timeline(plan)
     picture = make_picture(timeline)
     sections = [
         _header(plan, title, decisions),
+        advice,
         memory_section(plan, timeline, picture),
         section("At the peak", peak_table(plan, decisions.peak), largest_table(decisions.peak)),
         section("What was decided, layer by layer", layers_table(decisions), *decision_tables(decisions)),
     ]
     if curve:
-        point = None if measured is None else (float(measured.peak_bytes), measured.step_s * 1e6)
-        figure = f'<figure><div class="scroll">{draw_curve(curve, plan, point)}</div></figure>'
+        point = None
+        if measured is not None and measured.step_s is not None:
+            point = float(measured.peak_bytes), measured.step_s * 1e6
+        figure = make_figure(CURVE_HEIGHT, lambda frame: draw_curve(curve, plan, point, frame))
         sections.append(section("Time and memory of other plans", figure, curve_table(curve)))
     sections.append(section("Predicted and measured", measured_table(plan, measured, process_bytes)))
     limits = [*cannot_see, *_without_rule(plan)]
@@ -109,7 +117,7 @@ def section(title: str, *parts: str) -> str:
 
 def _header(plan: Plan, title: str, decisions: Decisions) -> str:
     is_fitting = fits(plan)
-    head, _, rest = verdict(plan, decisions.total)[0].partition(":")
+    head, _, rest = verdict(plan, decisions.total)[-1].partition(":")
     kind = "" if is_fitting is None else "good" if is_fitting else "bad"
     mark = "" if is_fitting is None else "✓ " if is_fitting else "✗ "
     total = decisions.total
@@ -119,7 +127,7 @@ def _header(plan: Plan, title: str, decisions: Decisions) -> str:
     tiles = [
         ("Predicted peak", format_bytes(plan.peak_bytes), f"{plan.peak_bytes:,} bytes"),
         ("Budget", "none" if budget is None else format_bytes(budget), "" if budget is None else f"{budget:,} bytes"),
-        ("Predicted step", format_us(plan.step_us), "measured costs" if plan.has_measured_costs else "modelled costs"),
+        _time_tile(plan),
         ("Spent to save memory", format_us(total.extra_us), share),
         ("Gap to the bound", f"{plan.gap:.1%}" if plan.lower_bound_ns else "unknown", bound),
     ]
@@ -127,6 +135,12 @@ def _header(plan: Plan, title: str, decisions: Decisions) -> str:
         f'<header><h1>{escape(title)}</h1><p class="verdict"><b class="{kind}">{mark}{escape(head.capitalize())}:</b>'
         f"{escape(rest)}</p>{tile_list(tiles)}</header>\n"
     )
+
+
+def _time_tile(plan: Plan) -> tuple[str, str, str]:
+    if not plan.step_us:
+        return "Predicted step", "unknown", "no operation was timed"
+    return "Predicted step", format_us(plan.step_us), "measured costs" if plan.has_measured_costs else "modelled costs"
 
 
 def tile_list(tiles: Sequence[tuple[str, str, str]]) -> str:
@@ -156,8 +170,10 @@ def memory_section(plan: Plan, timeline: Timeline, picture: Picture) -> str:
     note += "Point at a band to see what it is and why it is there; arrow keys move a cursor."
     return section(
         "Memory over the step",
-        f'<p class="note">{escape(note)}</p><figure><div class="scroll">{draw_memory(plan, picture)}</div>'
-        f'<ul class="legend">{legend}</ul></figure>',
+        f'<p class="note">{escape(note)}</p>',
+        make_figure(
+            MEMORY_HEIGHT, lambda frame: draw_memory(plan, picture, frame), f'<ul class="legend">{legend}</ul>'
+        ),
     )
 
 

@@ -8,22 +8,15 @@ from __future__ import annotations
 SCRIPT = """
 "use strict";
 (() => {
-  const svg = document.getElementById("memory");
   const source = document.getElementById("moments");
-  if (!svg || !source) return;
+  if (!source) return;
   const { columns, bands, num_nodes: numNodes } = JSON.parse(source.textContent);
   if (!columns.length) return;
-  const paths = [...svg.querySelectorAll(".band")];
-  const cursor = document.getElementById("cursor");
-  const left = +svg.dataset.left, step = +svg.dataset.step, floor = +svg.dataset.floor, scale = +svg.dataset.scale;
-  // The picture's own titles are for readers without scripts.
-  svg.querySelectorAll(".band title").forEach((title) => title.remove());
   const tip = document.createElement("div");
   tip.id = "tip";
   tip.hidden = true;
   tip.setAttribute("role", "status");
   document.body.append(tip);
-  let column = -1, chosen = -1;
 
   const formatBytes = (size) => {
     if (size < 1024) return `${size} B`;
@@ -77,7 +70,7 @@ SCRIPT = """
     if (present.length > 3) line("and others", "quiet");
     if (band.why) line(band.why, "quiet");
   };
-  const show = (x, y) => {
+  const show = (column, chosen, x, y) => {
     tip.replaceChildren();
     const moment = columns[column];
     if (chosen >= 0) describeBand(bands[chosen], column);
@@ -90,45 +83,54 @@ SCRIPT = """
     tip.style.left = `${Math.max(isRight ? x - 18 - box.width : x + 18, 8)}px`;
     tip.style.top = `${Math.max(Math.min(y + 14, innerHeight - box.height - 8), 8)}px`;
   };
-  const choose = (newColumn, newChosen) => {
-    if (chosen !== newChosen) {
+  // The picture is there twice, for wide and for narrow screens; one of them is shown.
+  document.querySelectorAll("svg.memory").forEach((svg) => {
+    const paths = [...svg.querySelectorAll(".band")];
+    const cursor = svg.querySelector(".cursor");
+    const left = +svg.dataset.left, step = +svg.dataset.step, floor = +svg.dataset.floor, scale = +svg.dataset.scale;
+    // The picture's own titles are for readers without scripts.
+    svg.querySelectorAll(".band title").forEach((title) => title.remove());
+    let column = -1, chosen = -1;
+    const choose = (newColumn, newChosen) => {
+      if (chosen !== newChosen) {
+        if (chosen >= 0) paths[chosen].classList.remove("chosen");
+        if (newChosen >= 0) paths[newChosen].classList.add("chosen");
+      }
+      column = newColumn;
+      chosen = newChosen;
+      const x = left + (column + 0.5) * step;
+      cursor.setAttribute("transform", `translate(${x.toFixed(1)} 0)`);
+      cursor.setAttribute("visibility", "visible");
+    };
+    const hide = () => {
       if (chosen >= 0) paths[chosen].classList.remove("chosen");
-      if (newChosen >= 0) paths[newChosen].classList.add("chosen");
-    }
-    column = newColumn;
-    chosen = newChosen;
-    const x = left + (column + 0.5) * step;
-    cursor.setAttribute("transform", `translate(${x.toFixed(1)} 0)`);
-    cursor.setAttribute("visibility", "visible");
-  };
-  const hide = () => {
-    if (chosen >= 0) paths[chosen].classList.remove("chosen");
-    chosen = -1;
-    tip.hidden = true;
-    cursor.setAttribute("visibility", "hidden");
-  };
-  svg.addEventListener("pointermove", (event) => {
-    const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
-    const index = Math.floor((point.x - left) / step);
-    if (index < 0 || index >= columns.length || point.y > floor) return hide();
-    choose(index, bandAt(index, (floor - point.y) / scale));
-    show(event.clientX, event.clientY);
-  });
-  svg.addEventListener("pointerleave", hide);
-  svg.addEventListener("blur", hide);
-  svg.addEventListener("keydown", (event) => {
-    const sideways = { ArrowLeft: -1, ArrowRight: 1 }[event.key] || 0;
-    const upwards = { ArrowUp: 1, ArrowDown: -1 }[event.key] || 0;
-    if (event.key === "Escape") return hide();
-    if (!sideways && !upwards) return;
-    event.preventDefault();
-    const index = Math.min(Math.max(column + sideways, 0), columns.length - 1);
-    let number = chosen + upwards;
-    while (number >= 0 && number < bands.length && !sizeAt(bands[number], index)) number += upwards || 1;
-    if (number < 0 || number >= bands.length) number = chosen >= 0 && sizeAt(bands[chosen], index) ? chosen : -1;
-    choose(index, number);
-    const corner = new DOMPoint(left + (index + 0.5) * step, floor / 3).matrixTransform(svg.getScreenCTM());
-    show(corner.x, corner.y);
+      chosen = -1;
+      tip.hidden = true;
+      cursor.setAttribute("visibility", "hidden");
+    };
+    svg.addEventListener("pointermove", (event) => {
+      const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+      const index = Math.floor((point.x - left) / step);
+      if (index < 0 || index >= columns.length || point.y > floor) return hide();
+      choose(index, bandAt(index, (floor - point.y) / scale));
+      show(column, chosen, event.clientX, event.clientY);
+    });
+    svg.addEventListener("pointerleave", hide);
+    svg.addEventListener("blur", hide);
+    svg.addEventListener("keydown", (event) => {
+      const sideways = { ArrowLeft: -1, ArrowRight: 1 }[event.key] || 0;
+      const upwards = { ArrowUp: 1, ArrowDown: -1 }[event.key] || 0;
+      if (event.key === "Escape") return hide();
+      if (!sideways && !upwards) return;
+      event.preventDefault();
+      const index = Math.min(Math.max(column + sideways, 0), columns.length - 1);
+      let number = chosen + upwards;
+      while (number >= 0 && number < bands.length && !sizeAt(bands[number], index)) number += upwards || 1;
+      if (number < 0 || number >= bands.length) number = chosen >= 0 && sizeAt(bands[chosen], index) ? chosen : -1;
+      choose(index, number);
+      const corner = new DOMPoint(left + (index + 0.5) * step, floor / 3).matrixTransform(svg.getScreenCTM());
+      show(column, chosen, corner.x, corner.y);
+    });
   });
 })();
 """

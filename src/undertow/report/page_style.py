@@ -33,9 +33,8 @@ background:var(--raised);border:1px solid var(--faint);border-radius:10px;overfl
 .tiles dd{margin:2px 0 0;font-size:22px;font-weight:600;letter-spacing:-.01em;font-variant-numeric:tabular-nums}
 .tiles dd small{display:block;font-size:13px;font-weight:400;color:var(--soft);letter-spacing:0}
 figure{margin:14px 0 0;background:var(--raised);border:1px solid var(--faint);border-radius:10px;padding:12px 12px 14px}
-.scroll{overflow-x:auto}
-svg{display:block;width:100%;min-width:720px;height:auto}
-svg:focus-visible,summary:focus-visible,.scroll:focus-visible{outline:2px solid var(--accent);outline-offset:2px}
+svg{display:block;width:100%;height:auto}svg.small{display:none}
+svg:focus-visible,summary:focus-visible,.table:focus-visible{outline:2px solid var(--accent);outline-offset:2px}
 svg text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;fill:var(--soft)}
 svg .pass{font-size:13px}
 svg .budget-label,svg .peak-label{fill:var(--ink);font-weight:600;paint-order:stroke;stroke:var(--raised);
@@ -73,6 +72,22 @@ color:var(--ink);border:1px solid var(--faint);box-shadow:0 6px 24px rgb(0 0 0/.
 pointer-events:none;overflow-wrap:anywhere}
 #tip[hidden]{display:none}#tip strong{display:block;font-size:14px}#tip div+div{margin-top:3px}
 #tip .quiet{color:var(--soft)}#tip .now{border-top:1px solid var(--faint);margin-top:8px;padding-top:7px}
+@media(max-width:760px){
+main{padding:24px 16px 48px}figure{padding:8px 6px 12px}svg.wide{display:none}svg.small{display:block;max-width:560px}
+/* A row of a wide table becomes a list of what its columns say: nothing is cut, nothing has to be scrolled to. */
+.stacked thead{display:none}.stacked table,.stacked tbody,.stacked tr,.stacked td{display:block;width:auto}
+.stacked tr{border-bottom:1px solid var(--faint);padding:8px 0}.stacked tr.total{border-bottom:0}
+.stacked td,.narrow.stacked td{border:0;padding:1px 0 1px 9.5em;min-width:0;max-width:none;text-align:left;
+white-space:normal;overflow-wrap:anywhere;position:relative}
+.stacked td.number{text-align:left;white-space:normal}
+.stacked td[data-head]::before{content:attr(data-head);position:absolute;left:0;width:9em;color:var(--soft);
+font-size:13px}
+.stacked td:first-child{padding-left:0;font-weight:600}.stacked td:first-child::before{display:none}
+.stacked td.number:first-child::before{display:inline;position:static;padding-right:.5em;width:auto}
+.stacked td.none{display:none}td.value code,.stacked td.value code{min-width:0;max-width:none}
+td.location,td.why,td.name,td.value{min-width:0}.bar{min-width:80px}th,th.number{white-space:normal}
+.narrow table{min-width:0;width:100%}.narrow td,.narrow th{padding-right:14px}
+.narrow td{overflow-wrap:anywhere}}
 @media print{#tip{display:none}details>*{display:block}}
 """
 

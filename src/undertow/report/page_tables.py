@@ -18,6 +18,8 @@ from undertow.report.peak import Peak
 
 MAX_ROWS = 200
 MAX_LAYERS = 1000
+MIN_TIMES = 10  # from here on a measured number is so many times the predicted one, not so many percent more
+MAX_NARROW_COLUMNS = 3  # more of them do not fit the width of a telephone: the row is shown as a list there
 
 
 class Html(str):
@@ -36,9 +38,11 @@ def table(
         f'<th scope="col"{_class(kind)}>{escape(text)}</th>' for text, kind in zip(heads, kinds, strict=False)
     )
     head = f"<thead><tr>{head}</tr></thead>" if head else ""
-    body = "".join(f"<tr>{_cells(row, kinds)}</tr>" for row in rows)
-    foot = f'<tr class="total">{_cells(total, kinds)}</tr>' if total else ""
-    kind = "table narrow" if is_narrow else "table"
+    is_stacked = len(heads) > MAX_NARROW_COLUMNS
+    names = heads if is_stacked else ()
+    body = "".join(f"<tr>{_cells(row, kinds, names)}</tr>" for row in rows)
+    foot = f'<tr class="total">{_cells(total, kinds, names)}</tr>' if total else ""
+    kind = " ".join(["table", *(["narrow"] if is_narrow else []), *(["stacked"] if is_stacked else [])])
     # Focusable, so that keys can scroll a table wider than the screen.
     return f'<div class="{kind}" tabindex="0"><table>{head}<tbody>{body}{foot}</tbody></table></div>'
 
@@ -177,11 +181,12 @@ def measured_table(plan: Plan, measured: Any, process_bytes: int | None) -> str:
     rows: list[tuple[str, ...]] = []
     pairs = (
         ("peak memory", float(plan.peak_bytes), None if measured is None else float(measured.peak_bytes), _exact_bytes),
-        ("time of a step", plan.step_us, None if measured is None else measured.step_s * 1e6, format_us),
+        ("time of a step (median)", plan.step_us, _microseconds(measured), format_us),
     )
     for name, predicted, found, show in pairs:
-        difference = f"{found / predicted - 1:+.2%}" if found is not None and predicted else "-"
-        rows.append((name, show(predicted), "not measured" if found is None else show(found), difference))
+        difference = _difference(found / predicted) if found is not None and predicted else "-"
+        expected = show(predicted) if predicted else "not predicted: without a budget nothing is timed"
+        rows.append((name, expected, "not measured" if found is None else show(found), difference))
     if plan.budget_bytes is not None:
         rows.append(("budget", _exact_bytes(plan.budget_bytes), "", ""))
     process = "not measured" if process_bytes is None else format_bytes(process_bytes)
@@ -191,8 +196,16 @@ def measured_table(plan: Plan, measured: Any, process_bytes: int | None) -> str:
         '<p class="note">The process takes more than the step: the interpreter, the libraries, and what the allocator '
         "has not returned.</p>"
     )
-    found = table(("", "predicted", "measured", "difference"), rows, kinds, is_narrow=True)
-    return found + (note if process_bytes is not None else "")
+    shown = table(("", "predicted", "measured", "difference"), rows, kinds, is_narrow=True)
+    return shown + (note if process_bytes is not None else "")
+
+
+def _microseconds(measured: Any) -> float | None:
+    return None if measured is None or measured.step_s is None else measured.step_s * 1e6
+
+
+def _difference(ratio: float) -> str:
+    return f"{ratio:.0f} times" if ratio >= MIN_TIMES else f"{ratio - 1:+.2%}"
 
 
 def _exact_bytes(num_bytes: float) -> str:
@@ -201,8 +214,13 @@ def _exact_bytes(num_bytes: float) -> str:
 
 def curve_table(curve: Sequence[tuple[float, float]]) -> str:
     """The points of the curve."""
-    rows = [(format_bytes(size), format_us(duration)) for size, duration in sorted(curve)]
-    body = table(("peak memory", "time of a step"), rows, ("number", "number"), is_narrow=True)
+    fastest = min(duration for _, duration in curve)
+    rows = [
+        (format_bytes(size), format_us(duration), f"{duration / fastest - 1:+.1%}" if fastest else "-")
+        for size, duration in sorted(curve)
+    ]
+    heads = ("peak memory", "time of a step", "beside the fastest")
+    body = table(heads, rows, ("number",) * 3, is_narrow=True)
     return f"<details><summary>The {len(rows)} plans as a table</summary>{body}</details>"
 
 
@@ -221,11 +239,15 @@ def _code(text: str) -> Html:
     return Html(f"<code>{escape(text)}</code>" if text else "")
 
 
-def _cells(row: Sequence[str], kinds: Sequence[str]) -> str:
-    return "".join(
-        f"<td{_class(kind)}>{cell if isinstance(cell, Html) else escape(cell)}</td>"
-        for cell, kind in zip(row, kinds, strict=True)
-    )
+def _cells(row: Sequence[str], kinds: Sequence[str], heads: Sequence[str]) -> str:
+    """The cells of a row; with `heads`, each cell has the name of its column for narrow screens."""
+    cells = []
+    for index, (cell, kind) in enumerate(zip(row, kinds, strict=True)):
+        text = cell if isinstance(cell, Html) else escape(cell)
+        head = f' data-head="{escape(heads[index])}"' if heads and heads[index] else ""
+        kind = f"{kind} none".lstrip() if heads and text in ("", "-") else kind
+        cells.append(f"<td{_class(kind)}{head}>{text}</td>")
+    return "".join(cells)
 
 
 def _class(kind: str) -> str:

@@ -1,7 +1,8 @@
 """A Plan for the terminal: does it fit, how long does it take, what is in memory at the peak, what was decided and why.
 
-In: a Plan. Out: text of at most 100 columns and plain characters (`print_plan`, and `explain` for one layer), and the
-same numbers as plain data (`plan_to_dict`). Long lists are cut to their largest entries; the data is whole.
+In: a Plan. Out: text of at most 80 columns, or as many as the terminal has, and plain characters (`print_plan`, and
+`explain` for one layer), and the same numbers as plain data (`plan_to_dict`). Long lists are cut to their largest
+entries; the data is whole.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from undertow.errors import CallError
 from undertow.ir import Phase, Plan, format_bytes
-from undertow.report.columns import MAX_COLUMNS, align, bar, cut, cut_middle, format_us, size_or_dash, wrap
+from undertow.report.columns import align, bar, cut, cut_middle, format_us, line_columns, size_or_dash, wrap
 from undertow.report.decisions import Decisions, LayerDecisions, is_within
 from undertow.report.peak import LiveStorage, Peak
 from undertow.report.reasons import find_decisions
@@ -23,15 +24,16 @@ LAYER_COLUMNS = 36
 NAME_COLUMNS = 26
 
 
-def print_plan(plan: Plan, cannot_see: Sequence[str] = ()) -> str:
-    """The whole report. `cannot_see` are things that take memory and are not in the plan."""
+def print_plan(plan: Plan, cannot_see: Sequence[str] = (), found: Sequence[str] = ()) -> str:
+    """The whole report, the verdict last. `cannot_see` takes memory and is not in the plan; `found` was measured."""
     decisions = find_decisions(plan)
-    parts = ["\n".join(map(wrap, verdict(plan, decisions.total))), _peak_table(decisions.peak)]
+    parts = [_peak_table(decisions.peak)]
     parts += [_largest(decisions.peak.largest)] if decisions.peak.largest else []
     parts += [_layers_table(decisions)] if decisions.layers else []
     parts += _lists(decisions.total, MAX_SENTENCES)
     parts += ["\n".join(map(wrap, plan.notes))] if plan.notes else []
     parts += ["\n".join(["not counted", *(wrap(line, "  ") for line in cannot_see)])] if cannot_see else []
+    parts += ["\n".join(map(wrap, [*found, *verdict(plan, decisions.total)]))]
     return "\n\n".join(parts)
 
 
@@ -108,7 +110,7 @@ def fits(plan: Plan) -> bool | None:
 
 
 def verdict(plan: Plan, total: LayerDecisions) -> list[str]:
-    """Does it fit, how long does it take, how near is that to the best: one line each."""
+    """How long does it take, how near is that to the best, and last: does it fit. One line each."""
     peak = format_bytes(plan.peak_bytes)
     if plan.budget_bytes is None:
         lines = [f"no budget: {peak} predicted at the peak"]
@@ -120,7 +122,10 @@ def verdict(plan: Plan, total: LayerDecisions) -> list[str]:
             if left >= 0
             else f"does not fit: {peak} predicted at the peak, {format_bytes(-left)} over the budget of {budget}"
         ]
-    lines.append(f"time: {format_us(plan.step_us)} predicted for a step{_extra(plan, total)}")
+    if plan.step_us:
+        lines.append(f"time: {format_us(plan.step_us)} predicted for a step{_extra(plan, total)}")
+    else:
+        lines.append("time: not predicted; no operation was timed, because no budget asks for a choice")
     if plan.lower_bound_ns:
         lines.append(
             f"bound: no plan {'within the budget ' if plan.budget_bytes is not None else ''}takes less than "
@@ -133,7 +138,8 @@ def verdict(plan: Plan, total: LayerDecisions) -> list[str]:
         if plan.has_measured_costs
         else "costs: from a model, nothing was measured; the kernels' workspace is not counted"
     )
-    return lines
+    # Last is what a reader looks for first: the end of the text is what a terminal shows.
+    return [*lines[1:], lines[0]]
 
 
 def _extra(plan: Plan, total: LayerDecisions) -> str:
@@ -157,7 +163,7 @@ def _peak_table(peak: Peak) -> str:
     if peak.at is not None:
         site = "  ".join(part for part in (peak.at.operation, peak.at.layer, peak.at.location) if part)
         where = f", during operation {peak.position}: {site}"
-    return f"{cut_middle(f'memory at the peak{where}', MAX_COLUMNS)}\n{align(rows, '<>><')}"
+    return f"{cut_middle(f'memory at the peak{where}', line_columns())}\n{align(rows, '<>><')}"
 
 
 def _largest(storages: Sequence[LiveStorage]) -> str:
@@ -206,7 +212,7 @@ def _sentences(title: str, items: Sequence[Any], limit: int | None) -> str:
     lines = [title if len(shown) == len(items) else f"{title}: the {len(shown)} largest of {len(items)} values"]
     for item in shown:
         site = "  ".join(part for part in (item.made_by.layer, item.made_by.location) if part)
-        lines.append(cut(f"  %{item.value}  {format_bytes(item.num_bytes)}  {site}".rstrip(), MAX_COLUMNS))
+        lines.append(cut(f"  %{item.value}  {format_bytes(item.num_bytes)}  {site}".rstrip(), line_columns()))
         lines.append(wrap(item.sentence, "    "))
     return "\n".join(lines)
 

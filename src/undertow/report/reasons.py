@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from undertow.ir import Plan, Task, Value, format_bytes
+from undertow.ir import Phase, Plan, Task, Value, format_bytes
 from undertow.report.columns import format_us
 from undertow.report.decisions import Decisions, Encoded, Kept, LayerDecisions, Reason, Recomputed, WrittenOver
 from undertow.report.inspection import Site
@@ -34,7 +34,10 @@ def find_decisions(plan: Plan) -> Decisions:
         tuple(finder.encoded()),
         tuple(finder.written_over()),
     )
-    return Decisions(total, find_peak(timeline))
+    # The forward pass decides the order: the backward pass meets the modules from the last to the first.
+    in_order = sorted(plan.nodes, key=lambda node: node.phase is not Phase.FORWARD)
+    modules = tuple(dict.fromkeys(node.origin.module_path for node in in_order))
+    return Decisions(total, find_peak(timeline), modules)
 
 
 @dataclass

@@ -1,19 +1,25 @@
 """The refusal of a budget that cannot be met: the least that fits, what takes the room, and the ways out.
 
 In: the planner of the step and, where there is one, the planner of the step by kernels of least workspace. Out: the
-error.
+error; its text for a terminal, its plain data, and its page. What it says would fit does: each way is a plan, or the
+least plan replayed without what the change frees. Changes that were not planned are named as such.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
+from html import escape
+from typing import Any
 
 import torch
 
-from undertow.errors import InfeasibleBudget
-from undertow.ir import InputKind, Plan, format_bytes
+from undertow.errors import InfeasibleBudget, WayOut
+from undertow.ir import InputKind, format_bytes
 from undertow.ops.updates import SEPARABLE_OPTIMIZERS
 from undertow.planner.plan import Planner
+from undertow.report.columns import align, wrap
+from undertow.report.page import render_page, section
+from undertow.report.page_tables import table
 from undertow.report.peak import find_peak
 from undertow.report.timeline import Role, Timeline
 from undertow.terms import Numerics, Terms
@@ -24,48 +30,117 @@ def refuse_budget(planner: Planner, smaller: Planner | None, terms: Terms) -> In
     least, lower_bound_bytes = planner.smallest, planner.curve.lower_bound_peak_bytes
     budget_bytes = terms.budget_bytes
     assert budget_bytes is not None
-    peak = find_peak(Timeline(least))
-    parts = dict(peak.parts)
-    breakdown = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.parts if size)
-    where = f" at {peak.at.operation} {peak.at.layer} {peak.at.location}".rstrip() if peak.at is not None else ""
+    timeline = Timeline(least)
+    peak = find_peak(timeline)
+    parts = tuple((name, size) for name, size in peak.parts if size)
+    breakdown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+    at = f"{peak.at.operation} {peak.at.layer} {peak.at.location}".rstrip() if peak.at is not None else ""
     other_bits = None if smaller is None else smaller.smallest.peak_bytes
     if other_bits is not None and other_bits >= least.peak_bytes:
         other_bits = None
-    ways = _ways_out(least, parts, other_bits, terms)
     message = (
         f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) cannot be met: the least found is "
         f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), and less than "
-        f"{format_bytes(lower_bound_bytes)} is impossible. At the peak{where}: {breakdown}. "
-        f"What would fit: {'; '.join(ways)}"
+        f"{format_bytes(lower_bound_bytes)} is impossible. At the peak{at and f' at {at}'}: {breakdown}"
     )
-    return InfeasibleBudget(message, least.peak_bytes, lower_bound_bytes, other_bits)
+    return InfeasibleBudget(
+        message,
+        least.peak_bytes,
+        lower_bound_bytes,
+        other_bits,
+        budget_bytes=budget_bytes,
+        at=at,
+        parts=parts,
+        ways=tuple(way for way in _ways_out(timeline, other_bits) if way.peak_bytes <= budget_bytes),
+        hints=_hints(timeline, terms),
+        least=replace(least, budget_bytes=budget_bytes),
+    )
 
 
-def _ways_out(least: Plan, parts: Mapping[str, int], other_bits: int | None, terms: Terms) -> list[str]:
-    """What would fit, each with about how much it needs; `parts` are the bytes at the least plan's peak."""
-    gradients = parts.get(Role.GRADIENT.value, 0)
-    state = parts.get("optimizer state", 0)
-    lasting = sum(least.held.values()) - parts.get("batch", 0) + gradients
-    passing = max(least.peak_bytes - lasting, 0)
-    ways = [f"a budget of {format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes)"]
+def _ways_out(timeline: Timeline, other_bits: int | None) -> list[WayOut]:
+    """Changes with the peak that the step then has, whether that fits or not."""
+    least = timeline.plan
+    ways = []
     if other_bits is not None:
-        ways.append(
-            f"allow_other_bits=True, which takes kernels of less workspace and changes bits: "
-            f"{format_bytes(other_bits)} ({other_bits} bytes)"
-        )
-    ways.append(f"half the batch: about {format_bytes(lasting + passing // 2)}")
-    if gradients:
-        rest = format_bytes(least.peak_bytes - gradients)
+        change = "allow_other_bits=True, which takes kernels of less workspace and changes bits"
+        ways.append(WayOut(change, other_bits))
+    if state := least.held.get("optimizer state", 0):
+        ways.append(WayOut("an optimizer without state", least.peak_bytes - state))
+    if Role.GRADIENT in timeline.roles.values() and not state:
         names = ", ".join(kind.__name__ for kind in SEPARABLE_OPTIMIZERS)
-        ways.append(
-            f"ut.train_step with an optimizer ({names}) and neither clip_norm nor accumulate, which updates inside the "
-            f"backward pass: about {rest}"
+        change = (
+            f"ut.train_step with an optimizer ({names}; SGD has no state) and neither clip_norm nor accumulate, which "
+            f"updates inside the backward pass"
         )
-    weights = [item.value.tensor_type.dtype for item in least.program.inputs if item.kind is InputKind.PARAMETER]
-    if torch.float32 in weights and terms.numerics is not Numerics.BF16:
-        ways.append(f'numerics="bf16", with float32 weights: about {format_bytes(lasting + passing // 2)}')
-    if torch.float32 in weights:
-        ways.append(f"model.bfloat16(): about {format_bytes(least.peak_bytes // 2)}")
-    if state:
-        ways.append(f"an optimizer without state: {format_bytes(least.peak_bytes - state)}")
+        ways.append(WayOut(change, _peak_without_gradients(timeline)))
     return ways
+
+
+def _peak_without_gradients(timeline: Timeline) -> int:
+    """The peak if every gradient were freed by the update that follows the operation that completes it."""
+    live = list(timeline.plan.live_bytes)
+    for life in timeline.lives:
+        if timeline.roles[life.number] is Role.GRADIENT:
+            used = max((*life.writers, *life.readers), default=life.first)
+            for position in range(used + 1, life.last + 1):
+                live[position] -= life.num_bytes
+    return max(live, default=timeline.plan.peak_bytes)
+
+
+def _hints(timeline: Timeline, terms: Terms) -> tuple[str, ...]:
+    """Changes that may help; to plan them, other kernels or another model would have to be measured."""
+    inputs = timeline.plan.program.inputs
+    weights = [item.value.tensor_type.dtype for item in inputs if item.kind is InputKind.PARAMETER]
+    if torch.float32 not in weights:
+        return ()
+    half = ('numerics="bf16", with float32 weights',) if terms.numerics is not Numerics.BF16 else ()
+    return (*half, "model.bfloat16()")
+
+
+def print_refusal(refusal: InfeasibleBudget) -> str:
+    """The refusal for a terminal: short tables, the verdict last."""
+    rows = [("  " + name, format_bytes(size)) for name, size in refusal.parts]
+    parts = [wrap(f"least memory, at {refusal.at}" if refusal.at else "least memory"), align(rows, "<>")]
+    sizes = [
+        ("  budget", *_sizes(refusal.budget_bytes)),
+        ("  least found", *_sizes(refusal.minimum_bytes)),
+        ("  impossible below", *_sizes(refusal.lower_bound_bytes)),
+    ]
+    parts += ["", align(sizes, "<>>"), "", "what would fit the budget"]
+    for way in refusal.ways:
+        parts.append(wrap(f"{format_bytes(way.peak_bytes)}: {way.change}", "  "))
+    parts += [] if refusal.ways else ["  no single change that was planned"]
+    parts += ["not planned, may help", *(wrap(hint, "  ") for hint in refusal.hints)] if refusal.hints else []
+    verdict = (
+        f"the budget of {format_bytes(refusal.budget_bytes)} cannot be met: the least found is "
+        f"{format_bytes(refusal.minimum_bytes)}"
+    )
+    return "\n".join([*parts, "", wrap(verdict)])
+
+
+def refusal_to_dict(refusal: InfeasibleBudget) -> dict[str, Any]:
+    """Everything as plain data."""
+    return {
+        "fits": False,
+        "error": str(refusal),
+        "budget_bytes": refusal.budget_bytes,
+        "minimum_bytes": refusal.minimum_bytes,
+        "lower_bound_bytes": refusal.lower_bound_bytes,
+        "other_bits_minimum_bytes": refusal.other_bits_minimum_bytes,
+        "peak": {"at": refusal.at, "parts": dict(refusal.parts)},
+        "ways": [vars(way) for way in refusal.ways],
+        "hints": list(refusal.hints),
+    }
+
+
+def render_refusal(refusal: InfeasibleBudget, title: str) -> str:
+    """The page of the plan that comes nearest, with the ways out."""
+    rows = [(way.change, format_bytes(way.peak_bytes)) for way in refusal.ways]
+    found = table(("change", "peak"), rows, ("", "number")) if rows else "<p>No single change that was planned.</p>"
+    hints = "".join(f"<li>{escape(hint)}</li>" for hint in refusal.hints)
+    more = f'<p class="note">Not planned, may help:</p><ul>{hints}</ul>' if hints else ""
+    return render_page(refusal.least, title=title, advice=section("What would fit the budget", found, more))
+
+
+def _sizes(num_bytes: int) -> tuple[str, str]:
+    return format_bytes(num_bytes), f"{num_bytes:,} bytes"

@@ -6,23 +6,18 @@ means of a few hundred stretches.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from undertow.report.page_pictures import (
-    BOTTOM,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    number_ticks,
-    svg_text,
-)
+from undertow.report.page_frames import Frame, open_svg, svg_text
+from undertow.report.page_pictures import number_ticks
 from undertow.report.page_tables import table
 
 HEIGHT = 320
 MAX_POINTS = 400
-MAX_RATIO = 1.5
+LOG_RATIO = 10.0  # the largest over the median: on a linear axis half of the points would be in the lowest tenth
 
 Points = Sequence[tuple[float, float]]
 
@@ -38,35 +33,64 @@ class Evaluated:
     accuracy: float | None
 
 
-def draw_run_curve(title: str, quiet: Points, marked: Points, is_share: bool = False) -> str:
+@dataclass(frozen=True)
+class Axis:
+    """The vertical axis: linear, or logarithmic where single points are far above the others."""
+
+    low: float
+    high: float
+    is_log: bool
+
+    def share(self, value: float) -> float:
+        """How far up a value is, from 0 to 1."""
+        if self.is_log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[float]:
+        """About five round numbers; on a logarithmic axis 1, 2 and 5 of each power of ten, or the powers alone."""
+        if not self.is_log:
+            return number_ticks(self.high, 5, self.low)
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        factors = (1, 2, 5) if len(powers) <= 3 else (1, 3) if len(powers) <= 4 else (1,)
+        found = [factor * 10.0**power for power in powers for factor in factors]
+        return [tick for tick in found if self.low <= tick <= self.high]
+
+
+def find_axis(values: Sequence[float]) -> Axis:
+    """An axis on which every value is drawn where it is."""
+    low, high = min(values), max(values)
+    if low > 0 and high > LOG_RATIO * statistics.median(values):
+        margin = (high / low) ** 0.06
+        return Axis(low / margin, high * margin, is_log=True)
+    margin = (high - low) * 0.06 or 0.05 * max(abs(high), 1.0)
+    return Axis(low - margin, high + margin, is_log=False)
+
+
+def draw_run_curve(title: str, quiet: Points, marked: Points, frame: Frame, is_share: bool = False) -> str:
     """A thin line through `quiet`, a strong one with dots through `marked`; shares are written in percent."""
     quiet = thin_out(quiet)
     shown = [*quiet, *marked]
     right = max(x for x, _ in shown)
-    low, high = min(y for _, y in shown), max(y for _, y in shown)
-    if quiet:
-        # A first evaluation far off would flatten all else. Such points are drawn at the upper edge, with their number.
-        high = min(high, MAX_RATIO * max(y for _, y in quiet))
-    margin = (high - low) * 0.06 or 0.05 * max(abs(high), 1.0)
-    low, high = low - margin, high + margin
-    floor = HEIGHT - BOTTOM
+    axis = find_axis([y for _, y in shown])
 
     def to_pixels(point: tuple[float, float]) -> str:
-        x = LEFT + (WIDTH - LEFT - RIGHT) * point[0] / max(right, 1)
-        return f"{x:.1f} {floor - (floor - TOP) * (min(point[1], high) - low) / (high - low):.1f}"
+        x = frame.left + (frame.end - frame.left) * point[0] / max(right, 1)
+        return f"{x:.1f} {frame.floor - (frame.floor - frame.top) * axis.share(point[1]):.1f}"
 
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{title} over steps</title>']
-    for tick in number_ticks(high, 5, low):
+    parts = [open_svg(frame, title.lower().replace(" ", "-"), f"{title} over steps")]
+    if axis.is_log:
+        parts.append(svg_text(8, frame.top - 16, f"{title.lower()}, logarithmic axis", "tick", "start"))
+    for tick in axis.ticks():
         y = to_pixels((0, tick)).split()[1]
-        parts.append(f'<path class="grid" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<path class="grid" d="M{frame.left} {y}H{frame.end}"/>')
         label = f"{tick:.4g}" if not is_share else f"{100 * tick:.4g} %"
-        parts.append(svg_text(LEFT - 10, float(y) + 4, label, "tick", "end"))
-    for tick in number_ticks(right, 8):
+        parts.append(svg_text(frame.left - 10, float(y) + 4, label, "tick", "end"))
+    for tick in number_ticks(right, frame.num_ticks):
         if tick == int(tick):
-            parts.append(
-                svg_text(float(to_pixels((tick, low)).split()[0]), floor + 20, f"{tick:.0f}", "tick", "middle")
-            )
-    parts.append(svg_text(LEFT - 10, floor + 20, "step", "tick", "end"))
+            x = to_pixels((tick, axis.high)).split()[0]
+            parts.append(svg_text(float(x), frame.floor + 20, f"{tick:.0f}", "tick", "middle"))
+    parts.append(svg_text(frame.left - 14, frame.floor + 20, "step", "tick", "end"))
     for points, kind in ((quiet, "quiet-line"), (marked, "test-line")):
         if len(points) > 1:
             parts.append(f'<path class="{kind}" d="M{"L".join(map(to_pixels, points))}"/>')

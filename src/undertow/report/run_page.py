@@ -13,6 +13,7 @@ from html import escape
 from undertow.ir import Plan, format_bytes
 from undertow.report.page import Measured, document, memory_section, moments_of, section, tile_list
 from undertow.report.page_bands import make_picture
+from undertow.report.page_frames import make_figure
 from undertow.report.page_tables import (
     decision_tables,
     environment_table,
@@ -22,7 +23,7 @@ from undertow.report.page_tables import (
     peak_table,
 )
 from undertow.report.reasons import find_decisions
-from undertow.report.run_curves import Evaluated, draw_run_curve, evaluation_table
+from undertow.report.run_curves import HEIGHT, Evaluated, draw_run_curve, evaluation_table
 from undertow.report.timeline import Timeline
 
 
@@ -74,13 +75,10 @@ def _curves(view: RunView) -> str:
         return section("Loss", "<p>No step has been recorded.</p>")
     legend = '<ul class="legend"><li><i class="key-train"></i>training</li><li><i class="key-test"></i>test</li></ul>'
     tested = [(float(item.step), item.loss) for item in view.tests]
-    parts = [section("Loss", _figure(draw_run_curve("Loss", view.losses, tested), legend))]
+    figure = make_figure(HEIGHT, lambda frame: draw_run_curve("Loss", view.losses, tested, frame), legend)
+    parts = [section("Loss", figure)]
     shares = [(float(item.step), item.accuracy) for item in view.tests if item.accuracy is not None]
     if shares:
-        picture = draw_run_curve("Test accuracy", (), shares, is_share=True)
-        parts.append(section("Test accuracy", _figure(picture, "")))
+        figure = make_figure(HEIGHT, lambda frame: draw_run_curve("Test accuracy", (), shares, frame, is_share=True))
+        parts.append(section("Test accuracy", figure))
     return "".join(parts) + (section("Evaluations", evaluation_table(view.tests)) if view.tests else "")
-
-
-def _figure(picture: str, legend: str) -> str:
-    return f'<figure><div class="scroll">{picture}</div>{legend}</figure>'

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from undertow.costs.work import Work
 from undertow.ir import format_bytes
-from undertow.report.columns import MAX_COLUMNS, align, bar, cut, cut_middle, size_or_dash
+from undertow.report.columns import align, bar, cut, cut_middle, line_columns, size_or_dash, wrap
 from undertow.report.inspection import Inspection, Layer, Memory, Site
 
 LAYER_COLUMNS = 30
@@ -90,8 +90,11 @@ def _totals(inspection: Inspection) -> str:
         if role == "peak_bytes" or any(getattr(memory, role) for _, memory in columns)
     ]
     lines = [align(rows, "<" + ">" * len(columns)), ""]
-    lines += [cut_middle(f"the peak of {name} is at {memory.at}", MAX_COLUMNS) for name, memory in columns if memory.at]
-    return "\n".join([*lines, *_training_lines(inspection)] if inspection.training else [*lines, _NO_GRADIENT])
+    lines += [
+        cut_middle(f"the peak of {name} is at {memory.at}", line_columns()) for name, memory in columns if memory.at
+    ]
+    more = _training_lines(inspection) if inspection.training else [_NO_GRADIENT]
+    return "\n".join([*lines, *map(wrap, more)])
 
 
 _NO_GRADIENT = "nothing in the model carries a gradient: there is no backward pass"
@@ -128,10 +131,10 @@ def _optimizer_line(inspection: Inspection) -> str:
 
 
 def _without_rule(sites: Sequence[Site]) -> str:
-    lines = ["no rule: the derivative is taken through autograd at run time"]
+    lines = [wrap("no rule: the derivative is taken through autograd at run time")]
     for site in sites:
         where = "  ".join(part for part in (site.layer, site.location) if part)
-        lines.append(cut_middle(f"  {site.operation}  {where}".rstrip(), MAX_COLUMNS))
+        lines.append(cut_middle(f"  {site.operation}  {where}".rstrip(), line_columns()))
     return "\n".join(lines)
 
 

@@ -70,7 +70,7 @@ class TrainConfig:
     accumulate: int = _option(1, "Batches whose gradients are averaged into one update.", least=1)
     clip_norm: float | None = _option(None, "Clip all gradients together to this norm.", least=0)
     patience: int | None = _option(None, "Stop after this many epochs without a lower test loss.", least=1)
-    budget: str | None = _option(None, "Peak memory of a step: 50MiB, 6GiB, or bytes.")
+    budget: str | None = _option(None, "Peak memory of a step: 50MiB, 6GiB or 6G, or bytes.")
     numerics: str = _option(
         "exact",
         "exact: eager's bits; fast: the fastest kernels, within error bounds; bf16: fast, in bfloat16.",
@@ -85,6 +85,16 @@ class TrainConfig:
     def learning_rate(self) -> float:
         """The highest learning rate of the run."""
         return DEFAULT_RATES[self.optimizer] if self.lr is None else self.lr
+
+    @property
+    def sgd_momentum(self) -> float | None:
+        """The momentum of sgd; None for other optimizers."""
+        return DEFAULT_MOMENTUM if self.momentum is None and self.optimizer == "sgd" else self.momentum
+
+    def effective(self, name: str) -> Any:
+        """The value of an option as the run uses it: the default where none was given."""
+        used = {"lr": self.learning_rate, "momentum": self.sgd_momentum}
+        return used.get(name, getattr(self, name))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as in a config file."""
@@ -181,11 +191,12 @@ def check_resumed(config: TrainConfig, given: dict[str, Any], folder: Path) -> T
     requested = make_config({**config.to_dict(), **given}, "command line")
     if given.get("out") is not None and Path(given["out"]).resolve() != folder.resolve():
         raise CallError(f"the run in {folder} goes on in its own folder, but --out is {given['out']}: leave --out out")
-    for name, before in config.to_dict().items():
-        now = getattr(requested, name)
+    for item in fields(TrainConfig):
+        name, before, now = item.name, config.effective(item.name), requested.effective(item.name)
         if now != before and name not in (*CHANGEABLE, "out"):
+            started = f"without {name}" if before is None else f"with {name} {before!r}"
             raise CallError(
-                f"the run in {folder} was started with {name} {before!r}, but now {now!r} is given: "
+                f"the run in {folder} was started {started}, but now {now!r} is given: "
                 f"leave --{name.replace('_', '-')} out, or start a new run"
             )
     if (requested.epochs, requested.max_steps) != (config.epochs, config.max_steps) and config.schedule != "constant":

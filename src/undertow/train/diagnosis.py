@@ -32,15 +32,27 @@ def explain_not_finite(run: Any, bad_step: int, what: str) -> NotFinite:
         run.run_batches(next(groups))
     group = next(groups)
     found = next((node for batch in group if (node := find_first_bad(run.step.walk(*batch)))), None)
-    cause = "the update made weights that are not finite"
-    if not are_finite(item for batch in group for item in batch):
-        cause = "the data itself holds numbers that are not finite"
+    cause, advice = "the update made weights that are not finite", "Lower --lr, or give --clip-norm"
+    if places := [place for number, batch in enumerate(group) if (place := _find_bad_number(batch, number))]:
+        cause = f"the data itself holds numbers that are not finite, first in {places[0]} of the step"
+        advice = "Mend or leave out that example; no setting of the run helps"
     elif found is not None:
         cause = f"{found.name} ({str(found.origin) or 'the loss'}) made the first value that is not finite"
     return NotFinite(
         f"{what} not finite: in step {first_bad} {cause}; the last good checkpoint, of step "
-        f"{good.progress.step}, is in {run.folder.checkpoint_path}. Lower --lr, or give --clip-norm"
+        f"{good.progress.step}, is in {run.folder.checkpoint_path}. {advice}"
     )
+
+
+def _find_bad_number(batch: tuple[torch.Tensor, torch.Tensor], number: int) -> str:
+    """The first number of a batch that is not finite, in words; empty if there is none."""
+    for tensor, name in zip(batch, ("inputs", "targets"), strict=True):
+        if not are_finite([tensor]):
+            example, *index = (~tensor.isfinite()).nonzero()[0].tolist()
+            value = float(tensor[(example, *index)])
+            column = f", column {','.join(map(str, index))}" if index else ""
+            return f"{name} of batch {number + 1}, example {example}{column} ({value})"
+    return ""
 
 
 def _find_first_bad_step(run: Any, good: Checkpoint, bad_step: int) -> int:

@@ -12,8 +12,10 @@ as you would a script. Nothing else in it is run.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +50,20 @@ class RunFolder:
         if (self.path / CONFIG).exists() or self.checkpoint_path.exists():
             raise CallError(f"{self.path} already holds a run: go on with --resume {self.path}, or give another --out")
 
+    def check_can_be_made(self) -> None:
+        """Raise FolderError if the folder cannot be made or written; leaves nothing there."""
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise FolderError(f"the run's folder {self.path} cannot be made or written: {error.strerror}") from None
+        finally:
+            for path in made:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Make the folder and lock it against other processes; the kernel unlocks it however this one ends."""
@@ -71,6 +87,10 @@ class RunFolder:
     def create(self, config: TrainConfig) -> None:
         """Start a run here: write its config."""
         self.check_is_free()
+        self.write_config(config)
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Write the options, also those that a resumed run changes."""
         text = json.dumps(config.to_dict(), indent=2) + "\n"
         write_durably(self.path / CONFIG, lambda file: file.write(text.encode()))
 

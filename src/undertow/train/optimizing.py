@@ -11,7 +11,7 @@ import torch
 
 from undertow.errors import CallError
 from undertow.torch_internals import BatchNormBase
-from undertow.train.config import DEFAULT_MOMENTUM, TrainConfig
+from undertow.train.config import TrainConfig
 
 NORMS = (
     BatchNormBase,
@@ -36,8 +36,7 @@ def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.O
     ]
     rate = config.learning_rate
     if config.optimizer == "sgd":
-        momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
-        return torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=config.nesterov)
+        return torch.optim.SGD(parameters, lr=rate, momentum=config.sgd_momentum or 0.0, nesterov=config.nesterov)
     classes: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     return classes[config.optimizer](parameters, lr=rate)
 

@@ -12,14 +12,22 @@ import torch
 from undertow.api.training import train_step
 from undertow.errors import CallError
 from undertow.ir import Plan, format_bytes
+from undertow.report.columns import align, wrap
 from undertow.report.plan_summary import plan_to_dict, print_plan
 from undertow.report.run_curves import Evaluated
 from undertow.report.run_page import RunView, render_run_page
-from undertow.runtime.measure import Measurement
 from undertow.train.checkpoint import Checkpoint, Progress
 from undertow.train.config import TrainConfig
 from undertow.train.losses import make_loss
 from undertow.train.optimizing import make_optimizer
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """What the steps of a run took; the time is a median, and None where there were too few steps."""
+
+    peak_bytes: int
+    step_s: float | None
 
 
 @dataclass(frozen=True)
@@ -43,22 +51,28 @@ class RunReport:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.title}: {self.verdict}"]
-        lines += [
-            f"epoch {item.epoch + 1:3}  step {item.step:6}  training loss {item.train_loss:.4f}  "
-            f"test loss {item.loss:.4f}" + ("" if item.accuracy is None else f"  accuracy {item.accuracy:.2%}")
+        rows: list[tuple[str, ...]] = [("epoch", "step", "training loss", "test loss", "accuracy")]
+        rows += [
+            (
+                str(item.epoch + 1),
+                str(item.step),
+                f"{item.train_loss:.4f}",
+                f"{item.loss:.4f}",
+                "-" if item.accuracy is None else f"{item.accuracy:.2%}",
+            )
             for item in self.tests
         ]
+        lines = [f"{self.title}: {self.verdict}"]
         if self.progress.measured_peak_bytes is not None:
-            lines.append(f"measured peak {self.progress.measured_peak_bytes:,} bytes")
-        return "\n".join([*lines, "", print_plan(self.plan)])
+            lines.insert(0, f"measured peak {self.progress.measured_peak_bytes:,} bytes")
+        return "\n\n".join([print_plan(self.plan), align(rows, ">>>>>"), "\n".join(map(wrap, lines))])
 
     def to_html(self) -> str:
         """One page that needs nothing else."""
         progress = self.progress
         measured = None
-        if progress.measured_peak_bytes is not None and progress.measured_step_s is not None:
-            measured = Measurement(progress.measured_peak_bytes, progress.measured_step_s)
+        if progress.measured_peak_bytes is not None:
+            measured = MeasuredSteps(progress.measured_peak_bytes, progress.measured_step_s)
         peak = "not measured" if measured is None else format_bytes(measured.peak_bytes)
         tiles = [
             ("Test accuracy", "-" if progress.test_accuracy is None else f"{progress.test_accuracy:.2%}", ""),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import platform
+import statistics
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +21,7 @@ from undertow.api.budgets import parse_budget
 from undertow.api.reports import process_peak_bytes
 from undertow.api.training import TrainStep, train_step
 from undertow.errors import DataError
+from undertow.report.columns import wrap
 from undertow.runtime.measure import measure_call
 from undertow.train.checkpoint import Checkpoint, Progress, collect_tensors, restore, save_checkpoint
 from undertow.train.config import TrainConfig
@@ -36,6 +39,7 @@ from undertow.train.workload import Workload, check_same_data, check_workload
 
 FINISHED, EARLY = "finished", "no lower test loss"
 MEASURED_STEP = 2  # the first step makes the optimizer's state
+MAX_TIMED_STEPS = 101  # the time of a step is the median of the latest ones
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class TrainResult:
                 f"peak memory of a step: {progress.predicted_peak_bytes:,} bytes predicted, "
                 f"{progress.measured_peak_bytes:,} measured{budget}"
             )
-        return "\n".join([*lines, f"weights sha256 {self.weights_sha256}", f"run {self.folder}"])
+        return "\n".join([*map(wrap, lines), f"weights sha256 {self.weights_sha256}", f"run {self.folder}"])
 
 
 class Run:
@@ -99,6 +103,7 @@ class Run:
         }
         self._records: Records | None = None
         self._num_classes: int | None = None  # None: targets are not labels
+        self._step_seconds: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -236,9 +241,12 @@ class Run:
             held = step.persistent_tensors()
             measured = measure_call(lambda: losses.append(step(inputs, targets)), held, (inputs, targets))
             progress.measured_peak_bytes = max(measured.peak_bytes, progress.measured_peak_bytes or 0)
-            progress.measured_step_s = measured.step_s
             return float(losses[0])
-        return float(step(inputs, targets))
+        start = time.perf_counter()
+        loss = float(step(inputs, targets))
+        if progress.step >= MEASURED_STEP:
+            self._step_seconds.append(time.perf_counter() - start)
+        return loss
 
     def _plan(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         start = time.perf_counter()
@@ -290,6 +298,8 @@ class Run:
         if self.progress.step and not has_finite_weights(self.workload.model):
             raise explain_not_finite(self, self.progress.step, f"the weights after step {self.progress.step} are")
         self._records.flush()
+        if self._step_seconds:
+            self.progress.measured_step_s = statistics.median(self._step_seconds)
         self.progress.process_peak_bytes = process_peak_bytes()
         tensors = collect_tensors(self.workload.model, self.optimizer)
         save_checkpoint(self.folder.checkpoint_path, Checkpoint(tensors, self.progress, self._about, self._costs))
