@@ -14,10 +14,12 @@ from undertow.api.terms import parse_terms
 from undertow.calls.planned import make_planned
 from undertow.calls.smaller_batch import offering_smaller_batch
 from undertow.doing import doing
+from undertow.free_memory import find_free_memory
 from undertow.ir import Plan
 from undertow.pipeline import Request, expected_pattern, record, search_plan
 from undertow.report.page import render_page
 from undertow.report.plan_summary import plan_to_dict, print_plan
+from undertow.runtime.held import THERE_BEFORE
 from undertow.runtime.measure import Measurement
 from undertow.terms import CostSource
 
@@ -75,7 +77,7 @@ def report_plan(
     costs: str = "measured",
     time_limit_s: float = math.inf,
 ) -> PlanReport:
-    """Plan a step, and with measured costs run it once; raises InfeasibleBudget."""
+    """Plan a step, and with measured costs run it, if there is room for it here; raises InfeasibleBudget."""
     check_call(model, args, kwargs)
     check_optimizer(model, optimizer)
     terms = parse_terms(
@@ -93,12 +95,18 @@ def report_plan(
     with offering_smaller_batch(request, args, kwargs or {}):
         plan, planner = search_plan(request, captured, expected_pattern(request, captured))
     curve = tuple((point.peak_bytes, point.time / 1e3) for point in planner.curve.points)
-    if terms.costs is CostSource.MODEL:
+    if terms.costs is CostSource.MODEL or plan.peak_bytes > _room_for(plan):
         return PlanReport(plan, curve, None)
     planned = make_planned(model, terms)
     with doing("running the step for its time and its peak"):
         measured = measure(planned, *args, **(kwargs or {}))
     return PlanReport(plan, curve, measured)
+
+
+def _room_for(plan: Plan) -> int:
+    """What the step may take at its peak, here and now: what is free, and what of it is there already."""
+    device = next((item.value.tensor_type.device for item in plan.program.inputs), None)
+    return find_free_memory(device).free_bytes + sum(plan.held.get(name, 0) for name in THERE_BEFORE)
 
 
 def process_peak_bytes() -> int | None:

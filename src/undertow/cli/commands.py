@@ -150,7 +150,9 @@ def plan_command(
     model: ModelArgument,
     batch: BatchOption = None,
     inputs: InputOption = None,
-    budget: Annotated[str | None, typer.Option(help="Peak memory of the step: 4GiB or 4G, 500MB, or bytes.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Peak memory of the step: 4GiB or 4G, 500MB, bytes, or auto: what is free.")
+    ] = None,
     optimizer: OptimizerOption = None,
     numerics: NumericsOption = "exact",
     allow_other_bits: Annotated[
@@ -158,10 +160,14 @@ def plan_command(
         typer.Option("--allow-other-bits", help="Use kernels that take less memory where the fastest do not fit."),
     ] = False,
     costs: Annotated[str, typer.Option(help="measured, or model: from arithmetic and memory traffic.")] = "measured",
+    is_quick: Annotated[
+        bool, typer.Option("--quick", help="Only say whether the step fits into what is free; nothing is run.")
+    ] = False,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one page.")] = None,
     is_json: JsonOption = False,
 ) -> int:
     """Plan a training step for a memory budget: does it fit, what is kept, recomputed and encoded, and why."""
+    from undertow.api.fitting import estimate_fit
     from undertow.api.reports import report_plan
     from undertow.cli.loading import load, running
     from undertow.report.refusal import render_refusal
@@ -172,6 +178,12 @@ def plan_command(
     title = f"{model} on {subject.describe_inputs()}"
     with running(title):
         made = _make_optimizer(optimizer, subject.model)
+        estimate = estimate_fit(subject.model, subject.args, subject.kwargs, optimizer=made)
+    is_unsafe = budget is None and costs == "measured" and not estimate.fits
+    if is_quick or is_unsafe:
+        print_result(estimate, is_json)
+        return DONE if estimate.fits else CHECK_FAILED
+    with running(title):
         try:
             result = report_plan(
                 subject.model,

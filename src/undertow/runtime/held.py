@@ -12,6 +12,9 @@ from undertow.memory.replays import find_replayed_updates
 from undertow.ops.interpret import generator_of, state_type_of
 from undertow.runtime.cuda_graphs import workspace_bytes
 
+# Of what is held throughout, this is there before the step starts.
+THERE_BEFORE = ("parameters", "buffers", "batch", "constants")
+
 
 def held_bytes(
     model: torch.nn.Module, program: Program, optimizer: torch.optim.Optimizer | None = None
