@@ -26,6 +26,7 @@ from undertow import fast as fast
 from undertow import rules as rules
 from undertow.alternatives.registry import find_alternatives
 from undertow.autodiff.backward import differentiate
+from undertow.costs.compiling import compile_apart
 from undertow.costs.table import find_costs
 from undertow.doing import doing
 from undertow.errors import CallError, PlanError
@@ -191,6 +192,7 @@ def search_plan(request: Request, captured: Captured, pattern: Pattern) -> tuple
     """
     terms = request.terms
     live = {**captured.live, **request.live}
+    compile_apart()
     for is_holding in (True, False):
         derive_by = partial(derive, request, captured.program, pattern, is_holding=is_holding)
         program = derive_by(preference=Preference.TIME)

@@ -66,13 +66,21 @@ def measure_apart(nodes: Mapping[str, Node], watch: Watch) -> tuple[dict[str, Co
     return costs, strangers
 
 
-def _start() -> subprocess.Popen[str]:
+_MARK = "UNDERTOW_CHILD"
+
+
+def is_child() -> bool:
+    """Whether this process measures or compiles for another."""
+    return _MARK in os.environ
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of such a process: it finds the same Undertow, and leaves GPUs alone."""
     places = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, places)),
-        "CUDA_VISIBLE_DEVICES": "",  # what runs there is not measured apart
-    }
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "CUDA_VISIBLE_DEVICES": "", _MARK: "1"}
+
+
+def _start() -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "undertow.measuring_process", str(torch.get_num_threads())]
     return subprocess.Popen(
         command,
@@ -80,7 +88,7 @@ def _start() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=environment,
+        env=child_environment(),
     )
 
 
