@@ -166,12 +166,12 @@ def compare_gradients(budget: int) -> bool:
 
 
 def show_refusal() -> None:
-    """Request a budget of three MiB, which is refused."""
+    """Request a budget of four MiB, which is refused."""
     workload = make_demo_workload()
     inputs, targets = next(Feed(workload.train_loader, CONFIG.seed).batches(0, 0))
     optimizer = make_optimizer(CONFIG, workload.model)
     try:
-        model, budget = workload.model, "3MiB"
+        model, budget = workload.model, "4MiB"
         ut.train_step(model, (inputs,), targets=(targets,), loss=cross_entropy, optimizer=optimizer, budget=budget)
     except ut.InfeasibleBudget as refusal:
         print(textwrap.indent(print_refusal(refusal), "   "))

@@ -1,7 +1,8 @@
 """The process that `costs/apart.py` starts: it reads nodes from its input, runs them, and writes what they cost.
 
-In: the number of threads as an argument, or `compile`; a node a line, as JSON. Out: a line for each, `[nanoseconds, bytes]`; or
-"unknown" where there is no such operation here, "refused" where the kernel takes no made-up arguments.
+In: the number of threads as an argument; a node a line, as JSON. Out: a line for each, `[nanoseconds, bytes]`; or
+"unknown" where there is no such operation here, "refused" where the kernel takes no made-up arguments. With `compile`
+as its argument it compiles the planner's loops (`costs/compiling.py`).
 """
 
 from __future__ import annotations

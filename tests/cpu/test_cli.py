@@ -298,6 +298,7 @@ def test_plan_fits_or_is_refused(capsys, tmp_path, monkeypatch):
     assert lines[-1].startswith("undertow: the budget of 3.0 MiB cannot be met") and len(lines) < 30
     assert max(map(len, lines)) <= 80
     assert "Does not fit" in page.read_text() and "What would fit the budget" in page.read_text()
+    assert "no budget given" not in page.read_text()
     code, data = run_json(capsys, "plan", "lenet5", "--batch", "64", "--budget", "3M")
     assert code == 1 and data["fits"] is False and data["minimum_bytes"] > data["budget_bytes"] == 3 << 20
     assert all(way["peak_bytes"] <= 3 << 20 and way["change"] for way in data["ways"])

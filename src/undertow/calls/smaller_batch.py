@@ -1,7 +1,8 @@
 """The batch that would fit a budget that was refused, found by planning the step for fewer examples.
 
 In: the refusal, and the call that it is about. Out: the same refusal, with that batch among the ways out. The plan is
-made from modelled costs, which takes no measuring; the most workspace of the refused step is added to its peak.
+made from modelled costs, which takes no measuring. Modelled costs have no workspace, so each operation is taken to need
+what it needs in the refused step, where it has more examples.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from undertow.errors import InfeasibleBudget, WayOut
+from undertow.ir import Node, Plan
 from undertow.ir.structure import list_tensors, replace_tensors
 from undertow.pipeline import Request, derive, expected_pattern, find_planner, record
 from undertow.terms import CostSource, Numerics
@@ -41,7 +43,7 @@ def _find_smaller_batch(
     if not sizes or sizes[0] < 2 or request.terms.numerics is not Numerics.EXACT:
         return None
     batch = sizes[0]
-    held_bytes = sum(refusal.least.held.values()) if refusal.least is not None else 0
+    held_bytes = sum(refusal.least.held.values())
     room = max(refusal.budget_bytes - held_bytes, 0) / max(refusal.minimum_bytes - held_bytes, 1)
     fewer = min(max(int(batch * room), 1), batch - 1)
     for _ in range(MAX_TRIES):
@@ -74,5 +76,18 @@ def _plan_for(
         return None
     program = derive(modelled, captured.program, expected_pattern(modelled, captured))
     planner = find_planner(modelled, program, {**captured.live, **request.live})
-    workspace = max(refusal.least.tables.workspace_bytes, default=0) if refusal.least is not None else 0
-    return planner.smallest.peak_bytes + workspace
+    return _peak_with_workspace(planner.smallest, refusal.least)
+
+
+def _peak_with_workspace(plan: Plan, measured: Plan) -> int:
+    """The peak of a modelled plan with the workspace that its operations have in a measured one."""
+    known: dict[tuple[Any, ...], int] = {}
+    for node, size in zip(measured.nodes, measured.tables.workspace_bytes, strict=True):
+        known[_kind(node)] = max(size, known.get(_kind(node), 0))
+    most = max(known.values(), default=0)
+    peaks = (live + known.get(_kind(node), most) for node, live in zip(plan.nodes, plan.live_bytes, strict=True))
+    return max(peaks, default=plan.peak_bytes)
+
+
+def _kind(node: Node) -> tuple[Any, ...]:
+    return node.name, node.origin.module_path, node.phase

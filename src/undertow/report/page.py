@@ -122,7 +122,7 @@ def _header(plan: Plan, title: str, decisions: Decisions) -> str:
     mark = "" if is_fitting is None else "✓ " if is_fitting else "✗ "
     total = decisions.total
     share = f"{total.extra_us / plan.step_us:.1%} of the step" if plan.step_us else ""
-    bound = f"bound {format_us(plan.lower_bound_us)}" if plan.lower_bound_ns else plan.outcome.value
+    bound = f"bound {format_us(plan.lower_bound_us)}" if plan.lower_bound_ns else _outcome(plan)
     budget = plan.budget_bytes
     tiles = [
         ("Predicted peak", format_bytes(plan.peak_bytes), f"{plan.peak_bytes:,} bytes"),
@@ -135,6 +135,10 @@ def _header(plan: Plan, title: str, decisions: Decisions) -> str:
         f'<header><h1>{escape(title)}</h1><p class="verdict"><b class="{kind}">{mark}{escape(head.capitalize())}:</b>'
         f"{escape(rest)}</p>{tile_list(tiles)}</header>\n"
     )
+
+
+def _outcome(plan: Plan) -> str:
+    return "the budget cannot be met" if fits(plan) is False else plan.outcome.value
 
 
 def _time_tile(plan: Plan) -> tuple[str, str, str]:
@@ -239,6 +243,6 @@ def _environment(plan: Plan) -> list[tuple[str, str]]:
         ("device", ", ".join(devices) or "none"),
         ("machine", f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads"),
         ("costs", "measured on the device" if plan.has_measured_costs else "from a model; nothing was measured"),
-        ("search", plan.outcome.value),
+        ("search", _outcome(plan)),
         ("operations", f"{len(plan.nodes)}, of them {plan.program.count(Phase.FORWARD)} of the forward pass"),
     ]
