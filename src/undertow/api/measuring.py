@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from undertow.api.training import TrainStep
+from undertow.api.untouched import left_untouched
 from undertow.errors import CallError
 from undertow.ir import TensorType
 from undertow.ir.structure import tensors_in
@@ -22,21 +23,29 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
 
     `step` is what `train_step` returned, or a module, planned or not. A module runs forward and backward, from the
     outputs that its plan expects gradients from. Without a plan it runs backward from its own loss, or from the sum of
-    its outputs where it returns no loss. It only runs forward where no output carries a gradient. A step trains as
-    always; a module's gradients are dropped before each run.
+    its outputs where it returns no loss. It only runs forward where no output carries a gradient. Afterwards
+    parameters, buffers, gradients, the optimizer's state and generators are as they were.
     """
-    given = [tensor for _, tensor in tensors_in((args, kwargs))]
     if isinstance(step, TrainStep):
-        step.drop_gradients()
-        seconds = _time(lambda: step(*args, **kwargs))
-        step.drop_gradients()
-        step.release_arena()
-        measured = measure_call(lambda: step(*args, **kwargs), step.persistent_tensors(), given)
-        return replace(measured, step_s=seconds)
+        with left_untouched(step.model, step.training):
+            return _measure_step(step, args, kwargs)
     if not isinstance(step, torch.nn.Module):
         raise CallError(f"step must be a train_step or a module, got {type(step).__name__}")
     refuse_lazy(dict(step.named_modules()))
+    with left_untouched(step):
+        return _measure_module(step, args, kwargs)
 
+
+def _measure_step(step: TrainStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Measurement:
+    given = [tensor for _, tensor in tensors_in((args, kwargs))]
+    seconds = _time(lambda: step(*args, **kwargs))
+    step.drop_gradients()
+    step.release_arena()
+    return replace(measure_call(lambda: step(*args, **kwargs), step.persistent_tensors(), given), step_s=seconds)
+
+
+def _measure_module(step: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Measurement:
+    given = [tensor for _, tensor in tensors_in((args, kwargs))]
     runner = getattr(step, "undertow_runner", None)
     find_carriers = _find_carriers if runner is None else runner.expected_outputs
 
@@ -47,7 +56,6 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
             carriers.clear()
             total.backward(torch.empty(0))
 
-    step.zero_grad(set_to_none=True)
     seconds = _time(call)
     step.zero_grad(set_to_none=True)
     if runner is not None:
