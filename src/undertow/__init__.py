@@ -16,6 +16,7 @@ from undertow.errors import TooManyOutcomes as TooManyOutcomes
 from undertow.errors import UndertowError as UndertowError
 
 if TYPE_CHECKING:
+    from undertow.api.buckets import buckets as buckets
     from undertow.api.checks import check_gradients as check_gradients
     from undertow.api.checks import numerical_gradient as numerical_gradient
     from undertow.api.functional import grad as grad
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from undertow.api.training import train_step as train_step
 
 _HOMES = {
+    "buckets": "buckets",
     "check_gradients": "checks",
     "grad": "functional",
     "hessian": "functional",
