@@ -90,8 +90,8 @@ def find_outlines(mode: FakeTensorMode, func: OpOverload, args: Any, kwargs: dic
         return None
     given: list[TensorType] = []
     key = (func, _key_of(args, given), _key_of(tuple(kwargs.items()), given), *_settings())
-    devices = [kind.device for kind in given] or [kwargs.get("device")]
-    if any(device != _CPU for device in devices):
+    is_on_cpu = all(kind.device == _CPU for kind in given) if given else kwargs.get("device") == _CPU
+    if not is_on_cpu:
         return None
     try:
         known = _KNOWN.get(key)
