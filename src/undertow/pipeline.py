@@ -58,7 +58,6 @@ from undertow.runtime.held import held_bytes
 from undertow.runtime.step import Pattern, Step
 from undertow.terms import CostSource, Numerics, Preference, Terms
 
-
 NEAR_NOTE = "the schedule was found for a near shape, and checked for this one: a search may find a faster one"
 
 
