@@ -17,6 +17,7 @@ from undertow.errors import UndertowError as UndertowError
 from undertow.errors import UnsupportedTorch as UnsupportedTorch
 
 if TYPE_CHECKING:
+    from undertow.api.buckets import buckets as buckets
     from undertow.api.checks import check_gradients as check_gradients
     from undertow.api.checks import numerical_gradient as numerical_gradient
     from undertow.api.functional import grad as grad
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Plan": "ir.plan",
     "TrainStep": "api.training",
+    "buckets": "api.buckets",
     "check_gradients": "api.checks",
     "grad": "api.functional",
     "hessian": "api.functional",
@@ -73,6 +75,7 @@ __all__ = [
     "UndertowError",
     "UnsupportedTorch",
     "__version__",
+    "buckets",
     "check_gradients",
     "grad",
     "hessian",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -49,6 +49,7 @@ from undertow.passes.oversized import compact_oversized
 from undertow.passes.shape_only import forget_shape_only_reads
 from undertow.passes.training import Training
 from undertow.passes.views import undo_views
+from undertow.planner.neighbours import Neighbours
 from undertow.planner.plan import Planner, make_planner
 from undertow.record.capture import Captured, capture
 from undertow.record.losses import find_loss
@@ -58,6 +59,8 @@ from undertow.runtime.cuda_graphs import is_for_graph, with_graph_memory
 from undertow.runtime.held import held_bytes
 from undertow.runtime.step import Pattern, Step
 from undertow.terms import CostSource, Numerics, Preference, Terms
+
+NEAR_NOTE = "the schedule was found for a near shape, and checked for this one: a search may find a faster one"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +75,7 @@ class Request:
     terms: Terms
     training: Training | None = None
     is_strict: bool = False  # an operation without a rule is an error
+    neighbours: Neighbours = field(default_factory=Neighbours, repr=False)  # steps of other shapes that were searched
 
     @cached_property
     def forward(self) -> Callable[..., Any]:
@@ -196,6 +200,11 @@ def search_plan(request: Request, captured: Captured, pattern: Pattern) -> tuple
     for is_holding in (True, False):
         derive_by = partial(derive, request, captured.program, pattern, is_holding=is_holding)
         program = derive_by(preference=Preference.TIME)
+        near = find_near_planner(request, program, live)
+        plan = None if near is None else near.plan_within(terms.budget_bytes)
+        if near is not None and plan is not None:
+            notes = (*_notes(request, program), NEAR_NOTE)
+            return check_plan(replace(_leave_room_for_graph(near, plan), notes=notes)), near
         planner, smaller = find_planner(request, program, live), None
         plan, notes = planner.plan_within(terms.budget_bytes), _notes(request, program)
         if plan is None and terms.numerics is not Numerics.EXACT:
@@ -220,7 +229,7 @@ def find_planner(request: Request, program: Program, live: Mapping[str, Any]) ->
     _compile(nodes)
     costs = find_costs(nodes, request.terms, live)
     with doing(f"searching for plans of {len(program.nodes):,} operations"):
-        return make_planner(
+        planner = make_planner(
             program,
             found,
             costs,
@@ -228,6 +237,18 @@ def find_planner(request: Request, program: Program, live: Mapping[str, Any]) ->
             has_measured_costs=request.terms.costs is CostSource.MEASURED,
             time_limit_s=request.terms.time_limit_s,
         )
+    request.neighbours.add(nodes, planner)
+    return planner
+
+
+def find_near_planner(request: Request, program: Program, live: Mapping[str, Any]) -> Planner | None:
+    """The planner of a derived step by the curve of a near shape; None where none was searched yet."""
+    if request.neighbours.is_empty:
+        return None
+    found = find_alternatives(program)
+    _compile([*program.nodes, *(alternative.node for alternative in found)])
+    held = find_held(request, program)
+    return request.neighbours.find_planner(program, found, request.terms.table, held, live)
 
 
 def adopt_plan(request: Request, captured: Captured, pattern: Pattern, saved: SavedPlan) -> Plan:

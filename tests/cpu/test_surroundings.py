@@ -203,7 +203,8 @@ def test_the_tuning_cache_of_another_machine_is_left_alone(tmp_path, monkeypatch
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
 def test_ever_new_shapes_do_not_pile_up(numerics, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(runner, "MAX_CAPTURES", 4)
+    monkeypatch.setattr(runner, "LEAST_CAPTURES", 4)
+    monkeypatch.setattr(runner, "CAPTURES_BYTES", 0)
     monkeypatch.setattr(curve, "MAX_KNOWN", 3)
     monkeypatch.setattr(curve, "_KNOWN", OrderedDict())
     network = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from undertow.api.training import TrainStep
+from undertow.api.untouched import left_untouched
 from undertow.errors import CallError
 from undertow.ir import TensorType
 from undertow.ir.structure import tensors_in
@@ -19,6 +20,7 @@ from undertow.record.losses import find_loss, is_scalar_tensor
 from undertow.runtime.measure import Measurement, measure_call
 
 MIN_SAMPLES, MAX_SAMPLES, SAMPLING_S = 3, 15, 0.5
+LONG_S = 5.0  # after this much time fewer samples will do: long steps vary less
 
 
 def measure(step: TrainStep | torch.nn.Module, *args: Any, **kwargs: Any) -> Measurement:
@@ -26,22 +28,30 @@ def measure(step: TrainStep | torch.nn.Module, *args: Any, **kwargs: Any) -> Mea
 
     `step` is what `train_step` returned, or a module, planned or not. A module runs forward and backward, from the
     outputs that its plan expects gradients from. Without a plan it runs backward from its own loss, or from the sum of
-    its outputs where it returns no loss. It only runs forward where no output carries a gradient. A step trains as
-    always; a module's gradients are dropped before each run. A module's time is the median of several runs after a
-    first one, which may plan; a training step changes weights, and runs once for its time.
+    its outputs where it returns no loss. It only runs forward where no output carries a gradient. The time is the
+    median of several runs after a first one, which may plan. Afterwards parameters, buffers, gradients, the
+    optimizer's state and generators are as they were.
     """
-    given = [tensor for _, tensor in tensors_in((args, kwargs))]
     if isinstance(step, TrainStep):
-        step.drop_gradients()
-        seconds = _time(lambda: step(*args, **kwargs))
-        step.drop_gradients()
-        step.release_arena()
-        measured = measure_call(lambda: step(*args, **kwargs), step.persistent_tensors(), given)
-        return replace(measured, step_s=seconds)
+        with left_untouched(step.model, step.training):
+            return _measure_step(step, args, kwargs)
     if not isinstance(step, torch.nn.Module):
         raise CallError(f"step must be a train_step or a module, got {type(step).__name__}")
     refuse_lazy(dict(step.named_modules()))
+    with left_untouched(step):
+        return _measure_module(step, args, kwargs)
 
+
+def _measure_step(step: TrainStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Measurement:
+    given = [tensor for _, tensor in tensors_in((args, kwargs))]
+    seconds = find_median_time(lambda: step(*args, **kwargs), step.drop_gradients)
+    step.drop_gradients()
+    step.release_arena()
+    return replace(measure_call(lambda: step(*args, **kwargs), step.persistent_tensors(), given), step_s=seconds)
+
+
+def _measure_module(step: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Measurement:
+    given = [tensor for _, tensor in tensors_in((args, kwargs))]
     runner = getattr(step, "undertow_runner", None)
     find_carriers = _find_carriers if runner is None else runner.expected_outputs
 
@@ -86,7 +96,9 @@ def find_median_time(call: Callable[[], Any], prepare: Callable[[], Any]) -> flo
     prepare()
     call()
     samples: list[float] = []
-    while len(samples) < MIN_SAMPLES or (len(samples) < MAX_SAMPLES and sum(samples) < SAMPLING_S):
+    while not samples or sum(samples) < (LONG_S if len(samples) < MIN_SAMPLES else SAMPLING_S):
+        if len(samples) == MAX_SAMPLES:
+            break
         prepare()
         samples.append(_time(call))
     return statistics.median(samples)

@@ -14,6 +14,7 @@ from undertow.api.calls import check_call, check_time_limit, check_training
 from undertow.api.measuring import measure
 from undertow.api.terms import parse_costs
 from undertow.api.training import Loss, TrainStep, make_step
+from undertow.api.untouched import generators_put_back
 from undertow.errors import CallError, InfeasibleBudget
 from undertow.ir import format_bytes
 from undertow.runtime.measure import Measurement
@@ -104,8 +105,8 @@ def largest_batch(
 ) -> LargestBatch:
     """The largest n for which a step on `make_batch(n)`, which returns (args, targets), fits the budget.
 
-    It is found by planning, then confirmed by running the step. With an optimizer this updates the parameters; without
-    one, gradients are dropped. Where a step takes more memory than was predicted, fewer examples are tried.
+    It is found by planning, then confirmed by running the step; where that takes more memory than was predicted, fewer
+    examples are tried. Parameters, buffers, gradients, the optimizer's state and generators are left as they were.
     """
     if not callable(make_batch):
         raise CallError(f"make_batch must be a function of the number of examples, got {type(make_batch).__name__}")
@@ -124,17 +125,17 @@ def largest_batch(
     def can_run(batch: int) -> bool:
         step, arguments = prepare(batch)
         ran[batch] = LargestBatch(batch, step, measure(step, *arguments))
-        step.drop_gradients()
         return ran[batch].measured.peak_bytes <= budget_bytes
 
-    best = _find_most(prepare)
-    if not can_run(best):
-        best = _halve(can_run, 0, best)
-        if best == 0:
-            raise CallError(
-                f"one example fits by the plan, and took {ran[1].measured.peak_bytes} bytes when it was run, more "
-                f"than the budget of {budget_bytes} bytes"
-            )
+    with generators_put_back():  # make_batch may draw
+        best = _find_most(prepare)
+        if not can_run(best):
+            best = _halve(can_run, 0, best)
+    if best == 0:
+        raise CallError(
+            f"one example fits by the plan, and took {ran[1].measured.peak_bytes} bytes when it was run, more "
+            f"than the budget of {budget_bytes} bytes"
+        )
     return ran[best]
 
 

@@ -7,7 +7,10 @@ model, and the values that branches found.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +35,12 @@ from undertow.record.traced_tensor import TracedTensor
 from undertow.runtime.step import Pattern, Run, Step, attach_backward, place_among_outputs
 
 MAX_OUTCOMES = 64  # paths through a model's branches on tensor values
-MAX_CAPTURES = 32  # shapes, dtypes, modes
+# Captures are kept as long as they fit into this much memory, and in any case so many: shapes, dtypes, modes. Their
+# bytes are counted by nodes. Measured with tracemalloc, a node of a GPT takes 800 bytes and one of an LSTM 1,150, its
+# share of the tables and of the compiled code included (tests/cpu/test_lengths.py).
+CAPTURES_BYTES, LEAST_CAPTURES, NODE_BYTES = 512 << 20, 32, 1536
+MANY_CAPTURES = 64  # then a warning says what helps
+SLOW_PLANNING_S = 1.0  # to plan again for so long is announced
 MAX_PREPARED = 4  # evaluations whose prepared weights are held at the same time
 # Variants are tried by how often they were used. A use counts this much less after each later call: some twenty calls
 # then tell the frequency of a random branch, and a dozen follow a branch that changes with the phase of training.
@@ -42,14 +50,17 @@ MAX_NEW_STATES = 8  # captures in a row that each leave the model in a new Pytho
 # One thread at a time: recording walks over all objects. If it meets a tuple that another thread is still building,
 # Python raises a SystemError in that thread.
 _PLANNING = threading.RLock()
+_LOG = logging.getLogger("undertow")
 
 
 class Variant:
     """One captured path through the model, ready to run with and without gradients."""
 
-    def __init__(self, request: Request, captured: Captured) -> None:
+    def __init__(self, request: Request, captured: Captured, is_first: bool = True) -> None:
         self._request = request
         self.captured = captured
+        self._is_first = is_first
+        self.planning_s = 0.0
         self.differentiable = differentiable_outputs(captured.program)
         self.pattern = expected_pattern(request, captured)
         self.share = 0.0  # how many of the latest calls took this path
@@ -65,8 +76,32 @@ class Variant:
         if pattern not in self._steps:
             with _PLANNING, unwatched():
                 if pattern not in self._steps:  # another thread may have made it meanwhile
+                    start_s = time.perf_counter()
                     self._steps[pattern] = make_step(self._request, self.captured, pattern, saved)
+                    took_s = time.perf_counter() - start_s
+                    self.planning_s += took_s
+                    self._announce(took_s)
         return self._steps[pattern]
+
+    def _announce(self, took_s: float) -> None:
+        """Say that a step was planned; aloud where it was not the first one and took long."""
+        is_slow = took_s > SLOW_PLANNING_S and not (self._is_first and len(self._steps) == 1)
+        why = "arguments or a model of new types" if len(self._steps) == 1 else "gradients from other outputs"
+        _LOG.log(
+            logging.WARNING if is_slow else logging.INFO,
+            "undertow planned a step in %.2f s: %s (%s)",
+            took_s,
+            why,
+            describe_arguments(self.captured),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """What the capture takes, counted by its nodes, and the constants that it holds."""
+        plans = [step.plan for step in self._steps.values()]
+        num_nodes = sum(len(plan.base.nodes) + len(plan.program.nodes) for plan in plans)
+        constants = sum(tensor.nbytes for tensor in self.captured.constants.values())
+        return NODE_BYTES * (len(self.captured.program.nodes) + num_nodes) + constants
 
     def remember(self, pattern: Pattern) -> None:
         """Expect the same gradients next time."""
@@ -134,6 +169,8 @@ class Runner:
         self._num_new_states = 0
         self._followed: list[_Followed] = []  # what forward was seen to assign beyond the model's attributes
         self._state = ModelState(request.model)
+        self._num_captures, self._recording_s = 0, 0.0  # all so far, forgotten ones included
+        self._has_warned = self._has_forgotten = False
 
     @property
     def plan(self) -> Plan:
@@ -218,12 +255,37 @@ class Runner:
         if key != known:
             variants = self._variants.setdefault(key, [])
             self._variants.move_to_end(key)
-            if len(self._variants) > MAX_CAPTURES:
-                self._variants.popitem(last=False)
+            if not variants:
+                self._forget_oldest()
             self._last_lookup = key, variants
         return variants
 
+    def _forget_oldest(self) -> None:
+        """Make room for a new capture: what was not used for longest is recorded again when it is needed."""
+        sizes = [sum(variant.num_bytes for variant in variants) for variants in self._variants.values()]
+        num_bytes = sum(sizes)
+        for size in sizes[: max(0, len(sizes) - LEAST_CAPTURES)]:
+            if num_bytes <= CAPTURES_BYTES:
+                break
+            self._variants.popitem(last=False)
+            self._has_forgotten, num_bytes = True, num_bytes - size
+
+    def _warn_of_many(self, captured: Captured) -> None:
+        """Say once that many types of arguments come, what that costs, and what helps."""
+        if self._has_warned or not (self._num_captures >= MANY_CAPTURES or self._has_forgotten):
+            return
+        self._has_warned = True
+        took_s = self._recording_s + sum(item.planning_s for items in self._variants.values() for item in items)
+        forgotten = f"; more than {CAPTURES_BYTES >> 20} MiB of them are not kept" if self._has_forgotten else ""
+        warnings.warn(
+            f"{self._num_captures} different types of arguments were recorded and planned so far, which "
+            f"took {took_s:.1f} s in all (the last: {describe_arguments(captured)}){forgotten}. Each new one is "
+            f"recorded and planned at its first call. Pad to a few lengths to avoid that: see ut.buckets",
+            stacklevel=2,
+        )
+
     def _add(self, variants: list[Variant], args: Any, kwargs: Any) -> Variant:
+        start_s = time.perf_counter()
         try:
             # Hooks on saved tensors, such as torch.utils.checkpoint's, are for what runs, not for recording it.
             keep_hooks_out = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
@@ -248,8 +310,12 @@ class Runner:
             )
         self._refuse_ever_new_states(captured)
         self._follow(captured.assignments)
-        variants.append(Variant(self.request, captured))
-        return variants[-1]
+        variant = Variant(self.request, captured, is_first=self._num_captures == 0)
+        variants.append(variant)
+        self._num_captures += 1
+        self._recording_s += time.perf_counter() - start_s
+        self._warn_of_many(captured)
+        return variant
 
     def _follow(self, assignments: tuple[Any, ...]) -> None:
         """Tell calls apart by what the forward pass assigns: another state is another capture."""
@@ -372,6 +438,12 @@ class Runner:
         for item in others[:num_released]:
             item.release_prepared()
         self._prepared = others[num_released:] + ([] if step.preparation is None else [step])
+
+
+def describe_arguments(captured: Captured) -> str:
+    """The names and types of a call's tensors."""
+    given = [*captured.program.inputs, *captured.program.unread]
+    return ", ".join(f"{item.path} {item.value.type}" for item in given if item.kind is InputKind.ARGUMENT)
 
 
 def _likeliest(variants: list[Variant]) -> Variant:

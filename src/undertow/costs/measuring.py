@@ -90,6 +90,17 @@ def _measure_here(missing: dict[str, Node], known: dict[str, Cost], live: Mappin
                 known[key] = Cost(_measure_duration(node, live), workspace)
 
 
+def measure_workspaces(nodes: Iterable[Node], known: dict[str, int], live: Mapping[str, Any]) -> None:
+    """Add to `known` the workspace of every node that is not there yet, without timing anything."""
+    missing = {key: node for node in nodes if (key := signature(node)) not in known}
+    alone = {key: node for key, node in missing.items() if _can_run_alone(node)}
+    with _MEASURING, torch.random.fork_rng():
+        measured = dict(zip(alone, _measure_workspace(list(alone.values()), live), strict=True))
+    for key, node in missing.items():
+        workspace = measured.get(key)
+        known[key] = unmeasured_cost(node).workspace_bytes if workspace is None else workspace
+
+
 def _can_run_alone(node: Node) -> bool:
     if node.operation.costs_nothing or not node.operation.is_measurable:
         return False

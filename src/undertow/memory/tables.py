@@ -45,8 +45,7 @@ def make_plan(
     costs = [cost_of(node) if cost_of is not None else NO_COST for node in program.nodes]
     workspaces = [[cost.workspace_bytes for cost in costs]]
     if cost_of is None:  # the arena has to fit whether kernels take memory for themselves or not
-        known = table or {}
-        guessed = (known.get(signature(node)) for node in program.nodes)
+        guessed = (table.get(signature(node)) if table else None for node in program.nodes)
         workspaces.append(
             [
                 assumed_workspace(node) if cost is None else cost.workspace_bytes

@@ -117,12 +117,12 @@ def _find_points(instance: Instance, bound: int, seed: int, deadline_s: float) -
     descend((least.peak_bytes + above.peak_bytes) // 2, above)
     descend(least.peak_bytes, least)
     if is_refined:
-        searches = _refining_searches(_undominated(points), REFINING_MOVES_TIMES_KINDS // num_kinds)
+        searches = _refining_searches(undominated(points), REFINING_MOVES_TIMES_KINDS // num_kinds)
         points += _search_all(instance, searches, REFINING_TEMPERATURE, seed, deadline_s)
     settling = min(SETTLING_MOVES_PER_KIND * num_kinds, most_moves) // FEWER_MOVES
-    searches = [_Search(point.peak_bytes, point.schedule, settling) for point in _undominated(points)]
+    searches = [_Search(point.peak_bytes, point.schedule, settling) for point in undominated(points)]
     points += _search_all(instance, searches, FROZEN, seed, deadline_s)
-    return list(_undominated(points))
+    return list(undominated(points))
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _speed(point: Solution) -> tuple[int, int]:
     return (point.time, point.peak_bytes)
 
 
-def _undominated(points: list[Solution]) -> tuple[Solution, ...]:
+def undominated(points: list[Solution]) -> tuple[Solution, ...]:
     """The points that no other point beats in peak and time, by rising peak."""
     found: list[Solution] = []
     for point in sorted(points, key=lambda point: (point.peak_bytes, point.time)):

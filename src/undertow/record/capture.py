@@ -33,6 +33,7 @@ from undertow.torch_internals import FAKE_TENSOR_LOGGER, disable_current_modes
 
 # Recording replaces functions of PyTorch and attributes of the model while it runs: one thread at a time.
 _RECORDING = threading.RLock()
+_NUM_RECORDED: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +114,7 @@ def capture(
     modules = dict(module.named_modules()) if module is not None else {}
     _refuse_unrecordable(modules)
     with _RECORDING:
-        randomness = PythonRandomness(is_thorough=module is not None)
+        randomness = PythonRandomness(is_thorough=module is not None and _is_due(module))
         captured = _capture(function, args, kwargs, modules)
         if randomness.was_drawn_from():
             line = randomness.find_draw(lambda: _capture(function, args, kwargs, modules))
@@ -122,6 +123,12 @@ def capture(
                 f"number; draw it with torch (torch.rand(())), or pass it in as an argument"
             )
     return captured
+
+
+def _is_due(module: Any) -> bool:
+    """Whether all of Python's objects are searched for generators: at the recordings 1, 2, 4, 8, ... of a module."""
+    count = _NUM_RECORDED[module] = _NUM_RECORDED.get(module, 0) + 1
+    return count & (count - 1) == 0
 
 
 def _capture(function: Callable[..., Any], args: Any, kwargs: Any, modules: dict[str, torch.nn.Module]) -> Captured:

@@ -17,6 +17,7 @@ from undertow.ir.schema import bind_arguments, flatten_outputs
 from undertow.ops.interpret import generators_of, run_node
 from undertow.ops.own import GUARD_SCALAR, GUARD_SHAPE, as_tensor, bind
 from undertow.record.origins import current_origin
+from undertow.record.outlines import Outline
 from undertow.record.traced_tensor import TWIN_NAMES, TracedTensor
 from undertow.record.tracing import Namer, Recorder, map_tensors, unusual_layout
 from undertow.torch_internals import FakeTensor, FakeTensorMode, OpOverload, disable_current_modes
@@ -147,8 +148,8 @@ class CaptureRecorder(Recorder):
         for value in outputs:
             self._guard(GUARD_SHAPE, value, value.tensor_type.shape)
 
-    def _record(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
-        recorded = super()._record(func, args, kwargs, result)
+    def _record(self, func: OpOverload, args: Any, kwargs: Any, made: list[Outline | None], result: Any) -> Any:
+        recorded = super()._record(func, args, kwargs, made, result)
         if torch.Tag.dynamic_output_shape in func.tags or self._indexes_by_mask(func, args):
             self.guard_shapes([self.value_of(tensor) for tensor in flatten_outputs(recorded) if tensor is not None])
         return recorded

@@ -1,7 +1,7 @@
 """The tensors that recorded code runs on: shape, strides, dtype, device and autograd history, but no data.
 
-Each holds a FakeTensor, with which PyTorch computes shapes. User code never sees the FakeTensor itself: libraries test
-for it, and then take another path than in eager.
+Each has an Outline, from which the types of results are found, where needed with PyTorch's FakeTensors. User code never
+sees a FakeTensor: libraries test for it, and then take another path than in eager.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from undertow.ir import TensorType, Value
+from undertow.ir import Value
+from undertow.record.outlines import Outline
 from undertow.record.views import ViewStep
 from undertow.torch_internals import disabled_torch_function, make_wrapper_tensor, tree_map
 
@@ -20,30 +21,36 @@ if TYPE_CHECKING:
 
 
 # The attributes of a traced tensor that a real tensor does not have.
-TWIN_NAMES = frozenset(("fake", "alias", "recorder", "value_at_end", "_is_param"))
+TWIN_NAMES = frozenset(("outline", "alias", "recorder", "value_at_end", "_is_param"))
 
 
 class TracedTensor(torch.Tensor):
     """A tensor without data, as the user's code sees it while it is recorded."""
 
-    fake: torch.Tensor
+    outline: Outline
     alias: Alias
     recorder: Recorder
     value_at_end: Value  # once the capture is over
 
     @staticmethod
-    def __new__(cls, fake: torch.Tensor, recorder: Recorder) -> TracedTensor:
+    def __new__(cls, outline: Outline, recorder: Recorder) -> TracedTensor:
+        kind = outline.type
         tensor = make_wrapper_tensor(
             cls,
-            fake.shape,
-            strides=fake.stride(),
-            storage_offset=fake.storage_offset(),
-            dtype=fake.dtype,
-            device=fake.device,
+            kind.shape,
+            strides=kind.strides,
+            storage_offset=outline.offset,
+            dtype=kind.dtype,
+            device=kind.device,
         )
-        tensor.fake = fake
+        tensor.outline = outline
         tensor.recorder = recorder
         return tensor
+
+    @property
+    def fake(self) -> torch.Tensor:
+        """The tensor as PyTorch's fake kernels take it."""
+        return self.outline.fake
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
@@ -101,7 +108,7 @@ class TracedTensor(torch.Tensor):
         self.numpy()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"TracedTensor({TensorType.of(self.fake)})"
+        return f"TracedTensor({self.outline.type})"
 
 
 def _real_after_capture(item: Any) -> Any:
@@ -113,9 +120,14 @@ class Storage:
     """Memory that tensors share: its current value as a whole, and how often it was written."""
 
     value: Value
-    fake: torch.Tensor
+    outline: Outline
     version: int = 0
     tensors: list[TracedTensor] = field(default_factory=list)
+
+    @property
+    def fake(self) -> torch.Tensor:
+        """The whole, as PyTorch's fake kernels take it."""
+        return self.outline.fake
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from undertow.ops.own import (
     default_generator_of,
     functional,
 )
+from undertow.record.outlines import Made, Outline, find_outlines
 from undertow.record.traced_tensor import Alias, Storage, TracedTensor
 from undertow.record.views import ViewStep, take_part, write_through
 from undertow.rules.registry import find_op
@@ -58,6 +60,7 @@ load_dynamo()  # PyTorch would import it at the first recording, and register ty
 aten = torch.ops.aten
 
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+_WITHOUT_TENSORS = frozenset((int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device))
 _QUERIES = {aten.is_pinned.default, aten.sym_size.default, aten.sym_stride.default, aten.sym_numel.default}
 
 
@@ -120,17 +123,17 @@ class Recorder(TorchDispatchMode):
 
     def new_tensor(self, value: Value) -> TracedTensor:
         """A traced tensor for a value that exists already."""
-        value_type = value.tensor_type
-        with self.on_fakes():
-            fake = torch.empty_strided(
-                value_type.shape, value_type.strides, dtype=value_type.dtype, device=value_type.device
-            )
-        return self.adopt(fake, value)
+        return self.adopt(Outline(self.fake_mode, value.tensor_type), value)
 
-    def adopt(self, fake: torch.Tensor, value: Value, alias: Alias | None = None) -> TracedTensor:
-        """A traced tensor over `fake`, holding `value`."""
-        tensor = TracedTensor(fake, self)
-        tensor.alias = alias or Alias(Storage(value, fake), (), value, 0)
+    def outline_of(self, fake: torch.Tensor | Outline) -> Outline:
+        """The outline of a FakeTensor."""
+        return fake if isinstance(fake, Outline) else Outline.of_fake(self.fake_mode, fake)
+
+    def adopt(self, fake: torch.Tensor | Outline, value: Value, alias: Alias | None = None) -> TracedTensor:
+        """A traced tensor with the outline of `fake`, holding `value`."""
+        outline = self.outline_of(fake)
+        tensor = TracedTensor(outline, self)
+        tensor.alias = alias or Alias(Storage(value, outline), (), value, 0)
         tensor.alias.storage.tensors.append(tensor)
         self.tensors.setdefault(value, tensor)
         return tensor
@@ -164,11 +167,14 @@ class Recorder(TorchDispatchMode):
             # Autograd detaches what it saves, factories what they make: a second name for the same value.
             source = self.traced(args[0])
             value = self.value_of(source)
-            second = self.adopt(source.fake, value, replace(source.alias))
+            second = self.adopt(source.outline, value, replace(source.alias))
             self.second_tensors.setdefault(value, []).append(second)
             return second
-        if is_mutated(func, bind_arguments(func, args, kwargs)):
+        if schema_of(func).mutated and is_mutated(func, bind_arguments(func, args, kwargs)):
             return self._record_mutation(func, args, kwargs)
+        made = self._find_outlines(func, args, kwargs)
+        if made is not None:
+            return self._record(func, args, kwargs, *made)
         fake_args, fake_kwargs = self.fakes_of((args, kwargs))
         try:
             result = self._run_on_fakes(func, fake_args, fake_kwargs)
@@ -177,7 +183,13 @@ class Recorder(TorchDispatchMode):
             if not isinstance(result, torch.Tensor | tuple | list):
                 return result
         self.refuse_layouts(func, (*args, *kwargs.values()), result)
-        return self._record(func, args, kwargs, result)
+        outlines = [None if fake is None else self.outline_of(fake) for fake in flatten_outputs(result)]
+        return self._record(func, args, kwargs, outlines if result is not None else [], result)
+
+    def _find_outlines(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Made | None:
+        """What an operation gives, where no FakeTensor is needed to tell."""
+        outlines = map_tensors((args, kwargs), lambda tensor: self.traced(tensor).outline)
+        return find_outlines(self.fake_mode, func, *outlines)
 
     def _run_on_fakes(self, func: OpOverload, fake_args: Any, fake_kwargs: dict[str, Any]) -> Any:
         """Fakes with the types that the real kernel gives."""
@@ -223,10 +235,12 @@ class Recorder(TorchDispatchMode):
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return fake.requires_grad_(tensor.requires_grad)
 
-    def emit(self, target: Any, args: Any, kwargs: dict[str, Any], fakes: Sequence[torch.Tensor | None]) -> list[Any]:
+    def emit(
+        self, target: Any, args: Any, kwargs: dict[str, Any], fakes: Sequence[torch.Tensor | Outline | None]
+    ) -> list[Any]:
         """Append a node whose outputs have the types of `fakes`; returns its output Values."""
         operation = operation_of(target)
-        outputs = tuple(None if fake is None else self.names.value(operation, TensorType.of(fake)) for fake in fakes)
+        outputs = tuple([None if fake is None else self.names.value(operation, _type_of(fake)) for fake in fakes])
         self.nodes.append(Node(operation, args, kwargs, outputs, self.origin(), self.phase))
         return list(outputs)
 
@@ -243,23 +257,25 @@ class Recorder(TorchDispatchMode):
         (value,) = self.emit(target, tuple(arg[0] if _is_pair(arg) else arg for arg in args), kwargs, [fake])
         return value, fake
 
-    def _record(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
+    def _record(self, func: OpOverload, args: Any, kwargs: Any, made: list[Outline | None], result: Any) -> Any:
+        """Append a call and return what it gives; `result` is what it gave, or the kind of sequence that it gives."""
         schema = schema_of(func)
-        fakes = flatten_outputs(result) if result is not None else []
         value_args, value_kwargs = self.values_of(args), {name: self.values_of(item) for name, item in kwargs.items()}
-        value_kwargs = _explicit_factory_options(func, value_args, value_kwargs, fakes)
-        values = self.emit(func, value_args, value_kwargs, fakes)
+        value_kwargs = _explicit_factory_options(func, value_kwargs, made)
+        values = self.emit(func, value_args, value_kwargs, made)
         source = self.traced(args[0]).alias if schema.is_view and isinstance(args[0], torch.Tensor) else None
         tensors: list[TracedTensor | None] = []
-        for index, (value, fake) in enumerate(zip(values, fakes, strict=True)):
-            if value is None or fake is None:
+        for index, (value, outline) in enumerate(zip(values, made, strict=True)):
+            if value is None or outline is None:
                 tensors.append(None)
                 continue
             alias = None
             if source is not None:
                 step = ViewStep(func, tuple(value_args[1:]), value_kwargs, index)
                 alias = Alias(source.storage, (*source.steps, step), value, source.storage.version)
-            tensors.append(self.adopt(fake, value, alias))
+            tensors.append(self.adopt(outline, value, alias))
+        if isinstance(result, type):
+            return result(tensors)
         if not isinstance(result, tuple | list):
             return tensors[0] if tensors else None
         numbers = iter(tensors)
@@ -279,6 +295,9 @@ class Recorder(TorchDispatchMode):
             return self._record_generic_mutation(func, args, kwargs)
         target = self.traced(args[0])
         self.take_part(target)
+        found = self._find_outlines(out_of_place, args, kwargs)
+        if found is not None and found[0][0] is not None and found[0][0].type == target.outline.type:
+            return self._record_write(target, out_of_place, args, kwargs, found[0][0])
         fake_args, fake_kwargs = self.fakes_of((args, kwargs))
         fake = self._run_on_fakes(out_of_place, fake_args, fake_kwargs)
         if fake.stride() != target.fake.stride() or fake.dtype != target.fake.dtype:
@@ -287,8 +306,14 @@ class Recorder(TorchDispatchMode):
             return self._record_generic_mutation(func, args, kwargs)
         with self.fake_mode:
             func(*fake_args, **fake_kwargs)
+        return self._record_write(target, out_of_place, args, kwargs, fake)
+
+    def _record_write(
+        self, target: TracedTensor, computing: Any, args: Any, kwargs: Any, fake: torch.Tensor | Outline
+    ) -> Any:
+        """Append the operation that computes what is written over the first argument, `target`."""
         value_args, value_kwargs = self.values_of(args), {name: self.values_of(item) for name, item in kwargs.items()}
-        (value,) = self.emit(out_of_place, value_args, value_kwargs, [fake])
+        (value,) = self.emit(computing, value_args, value_kwargs, [fake])
         self.write(target, value, fake)
         return args[0]
 
@@ -299,7 +324,7 @@ class Recorder(TorchDispatchMode):
         self._settle(target)
         step = ViewStep(out_of_place, map_tensors(tuple(args[1:]), self.value_of), kwargs, 0)
         value, fake = self.emit_view(step, self.value_of(target), target.fake)
-        target.fake = fake
+        target.outline = self.outline_of(fake)
         target.alias = Alias(target.alias.storage, (*target.alias.steps, step), value, target.alias.storage.version)
         self.tensors[value] = target
         if func is not aten.detach_.default:
@@ -315,6 +340,9 @@ class Recorder(TorchDispatchMode):
         targets = [self.traced(item) for item in mutated if item is not None]
         if len(targets) == 1:
             self.take_part(targets[0])
+        if schema_of(func).is_inplace and schema_of(func).is_random and len(tensors_of((args, kwargs))) == 1:
+            # A fill with random numbers keeps the type of what it fills.
+            return self._record_write(targets[0], functional(operation_of(func)), args, kwargs, targets[0].outline)
         value_args, value_kwargs = self.values_of(args), {name: self.values_of(item) for name, item in kwargs.items()}
         fake_args, fake_kwargs = self.fakes_of((args, kwargs))
         shapes = [target.fake.shape for target in targets]
@@ -345,19 +373,21 @@ class Recorder(TorchDispatchMode):
             part = taken(storage.fake)[0]
         alias.value, storage.value = self.emit(taken, (storage.value,), {}, [part, storage.fake])
 
-    def write(self, target: TracedTensor, value: Value, fake: torch.Tensor) -> None:
-        """Let `target` hold `value` from now on, and with it everything that shares its storage."""
+    def write(self, target: TracedTensor, value: Value, made: torch.Tensor | Outline) -> None:
+        """Let `target` hold `value`, which looks like `made`, and with it everything that shares its storage."""
         old_value, alias = self.value_of(target), target.alias
         for tensor in alias.storage.tensors:
             self._settle(tensor)
         if target.requires_grad and not torch.is_grad_enabled():
-            value, fake = self.call(REPLACE_VALUE, (old_value, target.fake), (value, fake))
-        storage = alias.storage
-        if alias.steps and not alias.steps[-1].is_part and torch.is_grad_enabled():
-            value, fake = self.call(WRITE_VIEW, (value, fake))
-        new_value, new_fake = write_through(self, storage.value, storage.fake, alias.steps, value, fake)
-        if alias.steps and new_fake.stride() != storage.fake.stride():
-            new_value, new_fake = self.call(RESTRIDE, (new_value, new_fake), tuple(storage.fake.stride()))
+            value, made = self.call(REPLACE_VALUE, (old_value, target.fake), (value, self.outline_of(made).fake))
+        storage, new_value = alias.storage, value
+        if alias.steps:
+            fake = self.outline_of(made).fake
+            if not alias.steps[-1].is_part and torch.is_grad_enabled():
+                value, fake = self.call(WRITE_VIEW, (value, fake))
+            new_value, new_fake = write_through(self, storage.value, storage.fake, alias.steps, value, fake)
+            if new_fake.stride() != storage.fake.stride():
+                new_value, new_fake = self.call(RESTRIDE, (new_value, new_fake), tuple(storage.fake.stride()))
         storage.value, storage.version = new_value, storage.version + 1
         alias.value, alias.version = value, storage.version
         self.tensors[value] = target
@@ -457,11 +487,24 @@ def map_tensors(arguments: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Nested arguments with every tensor t replaced by `change(t)`; lists become tuples."""
     if isinstance(arguments, torch.Tensor):
         return change(arguments)
+    if type(arguments) in _WITHOUT_TENSORS:
+        return arguments
     if isinstance(arguments, dict):
         return {name: map_tensors(item, change) for name, item in arguments.items()}
     if isinstance(arguments, tuple | list) and not isinstance(arguments, torch.Size):
-        return tuple(map_tensors(item, change) for item in arguments)
+        return tuple([map_tensors(item, change) for item in arguments])
     return arguments
+
+
+def tensors_of(arguments: Any) -> list[torch.Tensor]:
+    """The tensors in nested arguments."""
+    found: list[torch.Tensor] = []
+    map_tensors(arguments, found.append)
+    return found
+
+
+def _type_of(fake: torch.Tensor | Outline) -> TensorType:
+    return fake.type if isinstance(fake, Outline) else TensorType.of(fake)
 
 
 def _skip(item: Any, numbers: Iterator[Any]) -> Any:
@@ -484,19 +527,24 @@ def _is_pair(argument: Any) -> bool:
     return isinstance(argument, tuple) and len(argument) == 2 and isinstance(argument[0], Value)
 
 
-def _explicit_factory_options(func: OpOverload, args: Any, kwargs: dict[str, Any], fakes: list[Any]) -> dict[str, Any]:
+@cache
+def _factory_options(func: OpOverload) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The arguments that have a default, and the options that a factory may take from global settings."""
+    arguments = func._schema.arguments
+    defaults = frozenset(argument.name for argument in arguments if argument.has_default_value())
+    names = {argument.name for argument in arguments}
+    takes_tensor = any("Tensor" in str(argument.type) for argument in arguments)
+    return defaults, () if takes_tensor else tuple(name for name in ("dtype", "device") if name in names)
+
+
+def _explicit_factory_options(func: OpOverload, kwargs: dict[str, Any], made: list[Outline | None]) -> dict[str, Any]:
     """The options a factory took from global settings (default dtype and device), written out."""
-    defaults = {argument.name for argument in func._schema.arguments if argument.has_default_value()}
+    defaults, options = _factory_options(func)
     kwargs = {
         name: item
         for name, item in kwargs.items()
         if name not in defaults or (item not in (None, torch.strided) and not (name == "pin_memory" and not item))
     }
-    takes_tensor = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
-    if takes_tensor or not fakes or fakes[0] is None:
-        return kwargs
-    names = {argument.name for argument in func._schema.arguments}
-    for name in ("dtype", "device"):
-        if name in names:
-            kwargs[name] = getattr(fakes[0], name)
+    if made and made[0] is not None:
+        kwargs.update({name: getattr(made[0].type, name) for name in options})
     return kwargs
