@@ -124,11 +124,11 @@ def test_a_refusal_names_other_bits_and_they_are_planned_with_when_allowed():
     measured = make_step(convolutions(), (x,), (), loss).costs
     # The more workspace a convolution takes, the faster it is said to be.
     costs = {key: (10**9 - workspace, workspace) for key, (_, workspace) in measured.items()}
-    with pytest.raises(ut.InfeasibleBudget, match="allow_other_bits=True") as refusal:
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
         make_step(convolutions(), (x,), (), loss, costs, budget=1)
     least, other = refusal.value.minimum_bytes, refusal.value.other_bits_minimum_bytes
-    assert other < least and f"({other} bytes)" in str(refusal.value)
-    with pytest.raises(ut.InfeasibleBudget):
+    assert other < least
+    with pytest.raises(ut.InfeasibleBudget, match="allow_other_bits=True"):
         make_step(convolutions(), (x,), (), loss, costs, budget=other)
     step = make_step(convolutions(), (x,), (), loss, costs, budget=other, allow_other_bits=True)
     assert step.plan.peak_bytes <= other

@@ -53,7 +53,7 @@ def test_wheel_says_what_it_is(wheel):
     assert metadata["Requires-Python"] == ">=3.11" and metadata["License-Expression"] == "Apache-2.0"
     classifiers = metadata.get_all("Classifier")
     assert "Typing :: Typed" in classifiers and "Programming Language :: Python :: 3.11" in classifiers
-    assert metadata.get_all("Provides-Extra") == ["test"]
+    assert metadata.get_all("Provides-Extra") == ["test", "docs"]
     needed = [item for item in metadata.get_all("Requires-Dist") if "extra ==" not in item]
     assert "torch>=2.11" in needed, "no upper limit: it would replace the PyTorch that a user has"
 

@@ -188,7 +188,7 @@ def test_a_corrupt_tuning_cache_is_rebuilt(text, tmp_path, monkeypatch):
 
 def test_the_tuning_cache_of_another_machine_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("undertow.costs.cache._processor", lambda: "another")
+    monkeypatch.setattr("undertow.costs.cache.processor_name", lambda: "another")
     foreign = cache_path(torch.device("cpu"))
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -375,7 +375,7 @@ def test_a_full_disk(capsys, monkeypatch):
 
 def test_a_place_where_no_folder_can_be(capsys):
     Path("file").write_text("")
-    refuse(capsys, 5, "cannot be made: Not a directory", *PLAN, "--out", "file/a")
+    refuse(capsys, 5, "cannot be made or written: Not a directory", *PLAN, "--out", "file/a")
 
 
 WRONG = {

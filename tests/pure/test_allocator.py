@@ -13,9 +13,7 @@ def fill():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     held = [torch.empty(2**24).fill_(1) for _ in range(4)]
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-for _ in range(3):  # the heap grows to what is needed
-    fill()
-print(kept, fill() > 1000)
+print(kept, min(fill() for _ in range(6)) > 1000)  # in the first rounds the heap grows to what is needed
 """
 
 
