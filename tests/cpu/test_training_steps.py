@@ -233,7 +233,8 @@ def test_capturable_optimizers_are_for_gpus(kind):
 
 def test_the_refusal_of_a_step_without_an_optimizer_asks_for_one():
     with pytest.raises(ut.InfeasibleBudget, match=r"with an optimizer \(SGD, Adam, AdamW\) and neither clip_norm"):
-        ut.train_step(nn.Linear(64, 64), (torch.randn(2, 64),), loss=torch.sum, budget=20_000, costs="model")
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])  # 65 KiB of parameters, as much of gradients
+        ut.train_step(model, (torch.randn(2, 64),), loss=torch.sum, budget=100_000, costs="model")
 
 
 def test_a_refused_call_leaves_the_plan_as_it_was():
