@@ -78,13 +78,16 @@ def _ways_out(timeline: Timeline, other_bits: int | None) -> list[WayOut]:
 
 def _peak_without_gradients(timeline: Timeline) -> int:
     """The peak if every gradient were freed by the update that follows the operation that completes it."""
-    live = list(timeline.plan.live_bytes)
+    plan = timeline.plan
+    live, nodes = list(plan.live_bytes), plan.nodes
     for life in timeline.lives:
         if timeline.roles[life.number] is Role.GRADIENT:
-            used = max((*life.writers, *life.readers), default=life.first)
+            # Handing it over costs nothing, so a plan may do that at the end; an update would not wait.
+            readers = [position for position in life.readers if nodes[position].operation.hands_over is None]
+            used = max((*life.writers, *readers), default=life.first)
             for position in range(used + 1, life.last + 1):
                 live[position] -= life.num_bytes
-    return max(live, default=timeline.plan.peak_bytes)
+    return max(live, default=plan.peak_bytes)
 
 
 def _hints(timeline: Timeline, terms: Terms) -> tuple[str, ...]:
