@@ -26,10 +26,11 @@ from undertow.runtime.measure import measure_call
 from undertow.train.config import TrainConfig
 from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
-from undertow.train.losses import make_loss
-from undertow.train.optimizing import learning_rate, make_optimizer, set_learning_rate
+from undertow.train.objective import Objective
+from undertow.train.optimizing import make_optimizer, set_learning_rates
 from undertow.train.progress import Silent, make_display
 from undertow.train.run import Run
+from undertow.train.schedules import make_schedule
 
 HALF, LEAST = "half of eager's peak", "the planner's minimum"
 
@@ -69,13 +70,14 @@ def train_eagerly(config: TrainConfig, num_steps: int) -> tuple[list[float], int
     """The losses of the first steps with PyTorch alone, and the peak of the second."""
     workload = load_workload(config)
     model, optimizer = workload.model, make_optimizer(config, workload.model)
-    loss_of = make_loss(config.loss, workload.is_sequence, config.accumulate)
+    loss_of = Objective(is_sequence=workload.is_sequence, accumulate=config.accumulate).training_loss
+    schedule = make_schedule(config, [group["lr"] for group in optimizer.param_groups])
     feed = Feed(workload.train_loader, config.seed)
     total = len(feed) // config.accumulate * config.epochs if config.max_steps is None else config.max_steps
     losses: list[float] = []
 
     def step(group: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        set_learning_rate(optimizer, learning_rate(config, len(losses), total))
+        set_learning_rates(optimizer, schedule.at(len(losses), total))
         loss = 0.0
         for inputs, targets in group:
             part = loss_of(model(inputs), targets)

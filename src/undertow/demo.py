@@ -29,7 +29,7 @@ from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder, new_folder
 from undertow.train.optimizing import make_optimizer
 from undertow.train.progress import Display, Silent, make_display
-from undertow.train.run import Run, TrainResult
+from undertow.train.run import Run, TrainResult, UserCode
 from undertow.train.weights import hash_tensors
 from undertow.train.workload import Workload, make_workload
 
@@ -59,7 +59,7 @@ def make_demo_workload() -> Workload:
     """The network with its initial weights, and the digits."""
     source = open_data("digits", SHAPE)
     torch.manual_seed(CONFIG.seed)
-    return make_workload(demo_network()[0], source, CONFIG.batch)
+    return make_workload(demo_network()[0], source, int(CONFIG.batch))
 
 
 def main() -> int:
@@ -121,7 +121,7 @@ def train_eagerly(workload: Workload) -> tuple[str, int]:
 def train(path: Path, config: TrainConfig, display: Display) -> TrainResult:
     """Train as `undertow train` does."""
     folder = RunFolder(path)
-    run = Run(config, make_demo_workload(), folder, display)
+    run = Run(config, make_demo_workload(), folder, display, torch.device("cpu"), UserCode())
     run.prepare()
     with folder.lock():
         folder.create(config)

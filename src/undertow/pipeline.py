@@ -170,8 +170,11 @@ _RANKING: dict[Preference, Callable[[Cost], Any]] = {
 def find_held(request: Request, program: Program) -> dict[str, int]:
     """What the step holds throughout, in bytes, by what it is."""
     held = held_bytes(request.model, program, request.terms.optimizer)
-    added_up = 0 if request.training is None else request.training.added_up_bytes()
-    return held | ({"gradients": added_up} if added_up else {})
+    if request.training is None:
+        return held
+    norm_bytes = sum(tensor.nbytes for tensor in request.training.norm_tensors())
+    more = {"gradients": request.training.added_up_bytes(), "gradient norms": norm_bytes}
+    return held | {name: size for name, size in more.items() if size}
 
 
 def plan_step(request: Request, captured: Captured, pattern: Pattern) -> Plan:

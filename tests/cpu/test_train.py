@@ -23,8 +23,9 @@ from undertow.train.config import TrainConfig
 from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
 from undertow.train.interrupts import Interrupts
-from undertow.train.losses import make_loss
-from undertow.train.optimizing import group_parameters, learning_rate, make_optimizer, set_learning_rate
+from undertow.train.objective import Objective
+from undertow.train.optimizing import group_parameters, make_optimizer, set_learning_rates
+from undertow.train.schedules import make_schedule
 from undertow.train.weights import hash_tensors
 
 MODELS = """
@@ -81,7 +82,8 @@ def folder(tmp_path, monkeypatch):
 def train_eagerly(config):
     workload = load_workload(config)
     optimizer = make_optimizer(config, workload.model)
-    feed, loss_of = Feed(workload.train_loader, config.seed), make_loss(config.loss, False, config.accumulate)
+    feed, loss_of = Feed(workload.train_loader, config.seed), Objective(accumulate=config.accumulate).training_loss
+    schedule = make_schedule(config, [group["lr"] for group in optimizer.param_groups])
     num_steps = len(feed) // config.accumulate * config.epochs
     losses, num_calls = [], 0
     for epoch in range(config.epochs):
@@ -89,7 +91,7 @@ def train_eagerly(config):
         for index, (inputs, targets) in enumerate(feed.batches(epoch, 0)):
             if index >= len(feed) - len(feed) % config.accumulate:
                 break
-            set_learning_rate(optimizer, learning_rate(config, num_calls // config.accumulate, num_steps))
+            set_learning_rates(optimizer, schedule.at(num_calls // config.accumulate, num_steps))
             loss = loss_of(workload.model(inputs), targets)
             loss.backward()
             losses.append(loss.item())
@@ -229,7 +231,7 @@ def test_records_of_a_killed_run_are_cut_back(capsys):
     assert run(capsys, "train", "--resume", "a", "--max-steps", "8")[0] == 0
     records = RunFolder(Path("a")).read_metrics()
     assert [item["step"] for item in records if item["kind"] == "train"] == list(range(1, 9))
-    assert all(item["loss"] != 9.0 for item in records)
+    assert all(item.get("loss") != 9.0 for item in records)
 
 
 def test_kills():
@@ -255,10 +257,10 @@ def test_ctrl_c_saves_and_stops(capsys, monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     plain = Run.run_batches
 
-    def interrupted(self, group):
+    def interrupted(self, *batches):
         if self.progress.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return plain(self, group)
+        return plain(self, *batches)
 
     monkeypatch.setattr(Run, "run_batches", interrupted)
     code, out, err = run(capsys, *PLAN, "--out", "a", "--json")
@@ -267,10 +269,10 @@ def test_ctrl_c_saves_and_stops(capsys, monkeypatch):
     code, out, _ = run(capsys, "train", "--resume", "a", "--json")
     assert code == 0 and json.loads(out)["weights_sha256"] == whole["weights_sha256"]
 
-    def twice(self, group):
+    def twice(self, *batches):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        return plain(self, group)
+        return plain(self, *batches)
 
     monkeypatch.setattr(Run, "run_batches", twice)
     refuse(capsys, 130, "stopped immediately", *PLAN, "--out", "b")
@@ -283,11 +285,11 @@ def test_sigterm_saves_and_stops_however_often(capsys, monkeypatch):
     whole = train(capsys, "--out", "whole")
     before, plain = signal.getsignal(signal.SIGTERM), Run.run_batches
 
-    def terminated(self, group):
+    def terminated(self, *group):
         if self.progress.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
-        return plain(self, group)
+        return plain(self, *group)
 
     monkeypatch.setattr(Run, "run_batches", terminated)
     code, out, err = run(capsys, *PLAN, "--out", "a", "--json")
@@ -304,9 +306,9 @@ def test_signals_that_are_ignored_stay_so(capsys, monkeypatch):
 
     plain = Run.run_batches
 
-    def interrupted(self, group):
+    def interrupted(self, *group):
         os.kill(os.getpid(), signal.SIGINT)
-        return plain(self, group)
+        return plain(self, *group)
 
     monkeypatch.setattr(Run, "run_batches", interrupted)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -448,9 +450,10 @@ def test_after_training(capsys):
     assert page.startswith("<!DOCTYPE html>") and "Test accuracy" in page and "Memory over the step" in page
     assert "http://" not in page and "https://" not in page and f"{result['measured_peak_bytes']:,} B" in page
 
-    damaged = bytearray(Path("a/checkpoint.safetensors").read_bytes())
-    damaged[-1] ^= 1
-    Path("a/checkpoint.safetensors").write_bytes(damaged)
+    for path in (Path("a/checkpoint.safetensors"), Path("a/best.safetensors")):
+        damaged = bytearray(path.read_bytes())
+        damaged[-1] ^= 1
+        path.write_bytes(damaged)
     for words in (("train", "--resume", "a"), ("evaluate", "a"), ("export", "a", "w.safetensors"), ("report", "a")):
         refuse(capsys, 3, "is damaged", *words)
 
@@ -517,19 +520,21 @@ def test_flags_and_files_say_the_same(capsys):
 
 def test_decay_leaves_biases_and_norms_alone():
     model = torch.nn.Sequential(torch.nn.Conv1d(2, 3, 3), torch.nn.BatchNorm1d(3), torch.nn.LSTM(4, 4))
-    groups = group_parameters(model, decay_all=False)
-    assert [tuple(item.shape) for item in groups[True]] == [(3, 2, 3), (16, 4), (16, 4)]
-    assert len(groups[False]) == 5 and not group_parameters(model, decay_all=True)[False]
+    groups = group_parameters(model, decay_all=False, scales={})
+    assert [tuple(item.shape) for item in groups[True, 1.0]] == [(3, 2, 3), (16, 4), (16, 4)]
+    assert len(groups[False, 1.0]) == 5 and [*group_parameters(model, decay_all=True, scales={})] == [(True, 1.0)]
 
 
 def test_rates():
-    config = TrainConfig("m", lr=1.0, schedule="cosine", warmup=10)
-    rates = [learning_rate(config, step, 110) for step in range(110)]
+    def rates_of(num_steps, **settings):
+        schedule = make_schedule(TrainConfig("m", lr=1.0, **settings), [1.0])
+        return [schedule.at(step, num_steps)[0] for step in range(num_steps)]
+
+    rates = rates_of(110, schedule="cosine", warmup=10)
     assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[60] == pytest.approx(0.5)
     assert rates[-1] < 0.001
-    config = TrainConfig("m", lr=1.0, schedule="step")
-    assert [learning_rate(config, step, 4) for step in range(4)] == pytest.approx([1, 1, 0.1, 0.01])
-    assert learning_rate(TrainConfig("m", lr=1.0, schedule="linear"), 1, 4) == 0.75
+    assert rates_of(4, schedule="step") == pytest.approx([1, 1, 0.1, 0.01])
+    assert rates_of(4, schedule="linear")[1] == 0.75
 
 
 def test_an_order_can_be_taken_up_anywhere():

@@ -51,6 +51,7 @@ def train_step(
     costs: str | Mapping[str, tuple[int, int]] = "measured",
     time_limit_s: float = math.inf,
     saved_plan: str | Path | None = None,
+    gradient_norm: bool = False,
 ) -> TrainStep:
     """A callable that trains: `step(*args, *targets, **kwargs)` returns the loss, and the parameters are updated.
 
@@ -59,7 +60,8 @@ def train_step(
     `accumulate` is the number of calls from one update to the next, which uses the sum of their gradients.
     `numerics` and `allow_other_bits` are as in `plan`; the loss also runs in bfloat16, as in autocast. `costs` may be
     the `costs` of another step: the same costs give the same plan. `saved_plan` is a file that `save_plan` wrote for
-    the same step: it is run instead of a new plan.
+    the same step: it is run instead of a new plan. With `gradient_norm` the step finds the norm of all gradients, and
+    has it as `.gradient_norm`; with `clip_norm` it does so anyway.
     """
     check_call(model, args, kwargs)
     check_training(model, optimizer, loss, targets)
@@ -77,7 +79,9 @@ def train_step(
         numerics=numerics,
         allow_other_bits=allow_other_bits,
     )
-    step = make_step(model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict)
+    if gradient_norm and optimizer is None:
+        raise CallError("gradient_norm is of a step that updates; give optimizer= as well")
+    step = make_step(model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict, gradient_norm)
     with offering_smaller_batch(step.request, (*args, *targets), kwargs or {}):
         step.prepare((*args, *targets), kwargs or {}, None if saved_plan is None else read_plan(saved_plan))
     return step
@@ -92,9 +96,10 @@ def make_step(
     clip_norm: float | None = None,
     accumulate: int = 1,
     is_strict: bool = False,
+    has_norm: bool = False,
 ) -> TrainStep:
     """A step that has not seen its arguments yet; the first `num_args` of them are the model's."""
-    training = Training(model, optimizer, clip_norm, accumulate)
+    training = Training(model, optimizer, clip_norm, accumulate, has_norm)
     return TrainStep(Request(model, partial(_run_model, model, num_args, loss), terms, training, is_strict))
 
 
@@ -134,6 +139,11 @@ class TrainStep:
     def plan(self) -> Plan:
         """The plan of the step that was last prepared or run; a call that was refused leaves it as it was."""
         return self.runner.plan
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm of all gradients at the last update, before clipping; None unless it was asked for."""
+        return self.training.gradient_norm
 
     @property
     def costs(self) -> dict[str, tuple[int, int]]:
@@ -214,6 +224,7 @@ class TrainStep:
         state = [item for entry in entries for item in entry.values()]
         found = [*self.model.parameters(), *self.model.buffers(), *self.runner.persistent_tensors()]
         found += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        found += self.training.norm_tensors()
         return found + [item for item in state if isinstance(item, torch.Tensor)]
 
     def find_curve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Curve:

@@ -68,8 +68,12 @@ def load(name: str, batch: int | None, inputs: list[str]) -> Subject:
 def resolve(name: str) -> tuple[ModuleType, str, str]:
     """The module of `file.py:factory` or `package.module:factory`, its name there, and the factory's name."""
     module_name, _, attribute = name.rpartition(":")
-    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
-    return module, module_name, attribute
+    return load_module(module_name), module_name, attribute
+
+
+def load_module(name: str) -> ModuleType:
+    """The module of `file.py` or `package.module`."""
+    return _load_file(Path(name)) if name.endswith(".py") else _import_module(name)
 
 
 def parse_input(text: str) -> torch.Tensor:
@@ -190,14 +194,20 @@ def make_model(module: ModuleType, module_name: str, attribute: str) -> tuple[to
     return model, args, kwargs
 
 
-def call(module: ModuleType, module_name: str, attribute: str, what: str) -> Any:
-    """What the function of that name in a module returns; a torch module of that name is returned itself."""
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
+def find_function(module: ModuleType, module_name: str, attribute: str, what: str) -> Any:
+    """The function of that name in a module."""
+    found = getattr(module, attribute, None)
+    if not callable(found):
         names = [name for name, item in vars(module).items() if callable(item) and not name.startswith("_")]
         near = difflib.get_close_matches(attribute, names, n=1)
         advice = f"; did you mean {near[0]}?" if near else f": write a function that returns {what}"
         raise CallError(f"{module_name} has no function {attribute!r}{advice}")
+    return found
+
+
+def call(module: ModuleType, module_name: str, attribute: str, what: str) -> Any:
+    """What the function of that name in a module returns; a torch module of that name is returned itself."""
+    factory = find_function(module, module_name, attribute, what)
     if isinstance(factory, torch.nn.Module):
         return factory
     with running(f"{attribute}() in {module_name} failed"):

@@ -11,17 +11,20 @@ from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 from undertow.cli.exits import DONE, INTERRUPTED, TERMINATED
 from undertow.cli.printing import check_page, print_data, print_result, report_error
 from undertow.errors import CallError
-from undertow.train.config import CLASS_LOSSES, TrainConfig, check_resumed, make_config, read_config_file
+from undertow.train.config import TrainConfig, check_resumed, make_config, read_config_file
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU where there is one.")]
+LastOption = Annotated[bool, typer.Option("--last", help="Take the last weights instead of the best.")]
+EpochOption = Annotated[int | None, typer.Option(help="Take the weights after this epoch; --keep keeps them.", min=1)]
 DataOption = Annotated[str | None, typer.Option(help="Data to use instead of the run's own; as for train.")]
 
 
@@ -45,6 +48,8 @@ def _with_config_options(command: Any) -> Any:
             default = {"True": "yes", "False": "no"}.get(str(item.default), item.default)
             text += f" [default: {default}]"
         value_type = hints[item.name].__args__[0] if isinstance(hints[item.name], UnionType) else hints[item.name]
+        if item.metadata["word"] is not None or get_origin(value_type) is not None:
+            value_type = str  # a number or a word; a list or a table, which `make_config` reads
         given: Any = typer.Option(help=text)
         if item.name == "model":
             given = typer.Argument(metavar="MODEL", help=text, show_default=False)
@@ -95,23 +100,27 @@ def train_command(
 
 def _train(settings: TrainConfig, is_resumed: bool) -> Any:
     from undertow.cli.loading import running
-    from undertow.cli.workloads import load_workload, report_code
+    from undertow.cli.workloads import load_user_code, load_workload, report_code
+    from undertow.train.devices import choose_device
     from undertow.train.folder import RunFolder, new_folder
     from undertow.train.progress import make_display
-    from undertow.train.run import Run, use_same_threads
+    from undertow.train.run import Run, find_same_device, use_same_threads
 
     folder = RunFolder(Path(settings.out) if settings.out is not None else new_folder(settings))
     with ExitStack() as stack, running(f"training {settings.model} on {settings.data}"):
         if is_resumed:
             stack.enter_context(folder.lock())
             use_same_threads(folder)
+            device = find_same_device(folder, choose_device(settings.device))
         else:
+            device = choose_device(settings.device)
             folder.check_is_free()
             folder.check_can_be_made()
+        code = load_user_code(settings)
         workload = load_workload(settings)
         if is_resumed:
-            report_code(settings.model, settings.data)
-        run = Run(settings, workload, folder, make_display())
+            report_code(settings.model, settings.data, settings.loss, *(settings.metric or ()))
+        run = Run(settings, workload, folder, make_display(), device, code)
         if folder.checkpoint_path.exists():
             run.resume()
         run.prepare()
@@ -123,17 +132,22 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
         return run.train()
 
 
-def evaluate_command(run: RunArgument, data: DataOption = None, is_json: JsonOption = False) -> int:
-    """Measure loss and accuracy of a trained model on test data."""
+def evaluate_command(
+    run: RunArgument,
+    data: DataOption = None,
+    is_last: LastOption = False,
+    epoch: EpochOption = None,
+    device: DeviceOption = "auto",
+    is_json: JsonOption = False,
+) -> int:
+    """Measure loss and accuracy of a trained model, with its best weights, on test data."""
     from undertow.cli.loading import running
     from undertow.cli.workloads import load_test_batches, load_trained
-    from undertow.train.evaluation import Evaluator
 
     with running(f"evaluating {run}"):
-        trained = load_trained(run)
+        trained = load_trained(run, device, is_last, epoch)
         batches = load_test_batches(trained, data or trained.config.data)
-        evaluator = Evaluator(trained.model, trained.config.loss, trained.is_sequence)
-        result = evaluator.evaluate(batches)
+        result = trained.make_evaluator().evaluate(batches)
     print_result(result, is_json)
     return DONE
 
@@ -142,24 +156,32 @@ def predict_command(
     run: RunArgument,
     inputs: Annotated[str, typer.Argument(metavar="INPUT", help="An image, a folder of images, a .npz or .txt file.")],
     top: Annotated[int, typer.Option(help="How many classes to name.", min=1)] = 1,
+    is_last: LastOption = False,
+    epoch: EpochOption = None,
+    device: DeviceOption = "auto",
     is_json: JsonOption = False,
 ) -> int:
     """Print class probabilities of new inputs."""
     from undertow.cli.loading import running
     from undertow.cli.workloads import load_trained
-    from undertow.train.evaluation import Evaluator
     from undertow.train.prediction import predict
 
     with running(f"predicting {inputs}"):
-        trained = load_trained(run)
+        trained = load_trained(run, device, is_last, epoch)
         if trained.preparation is None:
             raise CallError(f"{run} was trained on your own loaders, which do not say how a new input is prepared")
-        if trained.config.loss not in CLASS_LOSSES:
+        if not trained.objective.is_of_classes:
             raise CallError(
                 f"{run} was trained with {trained.config.loss}: its outputs are not probabilities of classes"
             )
-        evaluator = Evaluator(trained.model, trained.config.loss, trained.is_sequence)
-        found = predict(evaluator.predict, trained.preparation, trained.classes, Path(inputs), top)
+        evaluator = trained.make_evaluator()
+        found = predict(
+            lambda given: evaluator.predict(given.to(trained.device)),
+            trained.preparation,
+            trained.classes,
+            Path(inputs),
+            top,
+        )
     if is_json:
         print_data([item.to_dict() for item in found])
     else:
@@ -170,20 +192,20 @@ def predict_command(
 def export_command(
     run: RunArgument,
     weights: Annotated[str, typer.Argument(metavar="FILE.safetensors", help="Where to write them.")],
+    is_last: LastOption = False,
+    epoch: EpochOption = None,
     is_json: JsonOption = False,
 ) -> int:
-    """Write a trained model's weights as plain safetensors."""
+    """Write a trained model's best weights as plain safetensors."""
     from undertow.train.folder import RunFolder
     from undertow.train.weights import hash_tensors, write_tensors
 
     if Path(weights).suffix != ".safetensors":
         raise CallError(f"{weights}: weights are written as safetensors; give a name that ends in .safetensors")
     folder = RunFolder(Path(run))
-    found = folder.read_checkpoint().weights()
-    if Path(weights).exists() and Path(weights).samefile(folder.checkpoint_path):
-        raise CallError(
-            f"{weights} is the run's own checkpoint, and the weights alone must not replace it; give another file"
-        )
+    found = folder.read_trained(is_last, epoch).trained_weights()
+    if Path(weights).exists() and any(Path(weights).samefile(path) for path in folder.own_files()):
+        raise CallError(f"{weights} is one of the run's own checkpoints, which must not be replaced; give another file")
     write_tensors(Path(weights), found, {"format": "pt"})
     data = {"file": weights, "tensors": len(found), "weights_sha256": hash_tensors(found)}
     print_data(data) if is_json else print(f"{weights}: {len(found)} tensors, sha256 {data['weights_sha256']}")
@@ -205,11 +227,13 @@ def report_command(
     from undertow.train.report import make_report
 
     with running(f"planning the step of {run} again"):
-        trained = load_trained(run)
+        trained = load_trained(run, None, is_last=True)
         if is_html:
             check_page(str(Path(run) / "report.html"))
         metrics = RunFolder(Path(run)).read_metrics()
-        report = make_report(trained.config, trained.model, trained.checkpoint, metrics)
+        report = make_report(
+            trained.config, trained.model, trained.checkpoint, metrics, trained.objective, trained.device
+        )
     if is_html:
         path = str(Path(run) / "report.html")
         page = report.to_html().encode()

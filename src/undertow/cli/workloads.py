@@ -13,16 +13,21 @@ from typing import Any
 import numpy
 import torch
 
-from undertow.cli.loading import call, describe, find_in_zoo, make_model, resolve
+from undertow.cli.loading import call, describe, find_function, find_in_zoo, load_module, make_model, resolve
 from undertow.data.examples import Arrays
 from undertow.data.images import Images
 from undertow.data.opening import open_data
 from undertow.data.preparation import Preparation
 from undertow.errors import CallError, DataError
+from undertow.train.callbacks import find_callbacks
 from undertow.train.checkpoint import Checkpoint, load_weights
-from undertow.train.config import TrainConfig
+from undertow.train.config import ALL, TrainConfig
+from undertow.train.devices import choose_device, move_model
+from undertow.train.evaluation import Evaluator
 from undertow.train.feeding import make_test_loader
 from undertow.train.folder import RunFolder
+from undertow.train.objective import Objective
+from undertow.train.run import UserCode, find_kind, make_objective
 from undertow.train.workload import Workload, make_workload
 
 
@@ -33,7 +38,8 @@ def load_workload(config: TrainConfig) -> Workload:
         return Workload(_build(config, None, False), train_loader, test_loader)
     source = open_data(config.data, _wanted_shape(config))
     model = _build(config, source.classes, source.preparation.vocabulary is not None)
-    return make_workload(model, source, config.batch)
+    batch = len(source.train) if config.batch == ALL else int(config.batch)
+    return make_workload(model, source, batch)
 
 
 def _make_loaders(name: str, seed: int) -> tuple[Any, Any]:
@@ -83,10 +89,28 @@ def _seed(seed: int) -> None:
     random.seed(seed)
 
 
-def report_code(*names: str) -> None:
+def load_user_code(config: TrainConfig) -> UserCode:
+    """The user's loss, metrics and callbacks that a config names."""
+    loss = None
+    if config.loss is not None and ":" in config.loss:
+        loss = _find_function(config.loss, "--loss", "the loss of the outputs and targets")
+    metrics = [(name.rpartition(":")[2], _find_function(name, "--metric", "a metric")) for name in config.metric or ()]
+    if config.callbacks is None:
+        return UserCode(loss, metrics)
+    return UserCode(loss, metrics, find_callbacks(config.callbacks, load_module(config.callbacks)))
+
+
+def _find_function(name: str, option: str, what: str) -> Any:
+    if ":" not in name:
+        raise CallError(f"{option} {name}: write file.py:function or package.module:function")
+    module, module_name, attribute = resolve(name)
+    return find_function(module, module_name, attribute, what)
+
+
+def report_code(*names: str | None) -> None:
     """Print on stderr which files were run: a run's folder names them, and its user may not know."""
     for name in names:
-        module_name, _, attribute = name.rpartition(":")
+        module_name, _, attribute = (name or "").rpartition(":")
         if module_name:
             file = Path(module_name).resolve() if module_name.endswith(".py") else sys.modules[module_name].__file__
             print(f"{attribute} is from {file}", file=sys.stderr)
@@ -94,24 +118,43 @@ def report_code(*names: str) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained run; the model has the weights of its last checkpoint."""
+    """A trained run; the model has the weights of `checkpoint` and lies on `device`."""
 
     config: TrainConfig
     checkpoint: Checkpoint
     model: torch.nn.Module
     preparation: Preparation | None
     classes: tuple[str, ...] | None
+    device: torch.device
+    code: UserCode
 
     @property
     def is_sequence(self) -> bool:
         """Whether it is a language model."""
         return self.preparation is not None and self.preparation.vocabulary is not None
 
+    @property
+    def objective(self) -> Objective:
+        """How batches are read, and what their loss is."""
+        weights = self.checkpoint.about.get("class_weights")
+        tensor = None if weights is None else torch.tensor(weights)
+        return make_objective(self.config, self.is_sequence, tensor, self.device, self.code.loss)
 
-def load_trained(run: str) -> Trained:
-    """A run's model as it was at the last checkpoint."""
+    def make_evaluator(self) -> Evaluator:
+        """Evaluates the model as the run does."""
+        config, code = self.config, self.code
+        metrics = config.metrics or ()
+        return Evaluator(self.model, self.objective, self.device, config.numerics, metrics, code.metrics)
+
+
+def load_trained(run: str, device: str | None, is_last: bool = False, epoch: int | None = None) -> Trained:
+    """A run's model with its best weights, with the last, or with those after an epoch that was kept.
+
+    Without a device it lies on one of the kind that the run was begun on.
+    """
     folder = RunFolder(Path(run))
-    config, checkpoint = folder.read_config(), folder.read_checkpoint()
+    config, checkpoint = folder.read_config(), folder.read_trained(is_last, epoch)
+    chosen = choose_device(find_kind(checkpoint) if device is None else device)
     try:
         data = checkpoint.about["data"]
         preparation = None if data["preparation"] is None else Preparation.from_dict(data["preparation"])
@@ -119,9 +162,11 @@ def load_trained(run: str) -> Trained:
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder.checkpoint_path} is refused: it does not say how data is read ({error})") from None
     model = _build(config, classes, preparation is not None and preparation.vocabulary is not None)
-    report_code(config.model)
-    load_weights(model, checkpoint.weights(), str(folder.checkpoint_path))
-    return Trained(config, checkpoint, model, preparation, classes)
+    code = load_user_code(config)
+    report_code(config.model, config.loss, *(config.metric or ()))
+    load_weights(model, checkpoint.trained_weights(), str(folder.path))
+    move_model(model, chosen)
+    return Trained(config, checkpoint, model, preparation, classes, chosen, code)
 
 
 def load_test_batches(trained: Trained, name: str) -> Iterable[Any]:
@@ -139,4 +184,5 @@ def load_test_batches(trained: Trained, name: str) -> Iterable[Any]:
         # The format of an image gives the largest value of a pixel; an array is taken to have the run's own.
         scale = trained.preparation.scale if name.endswith(".npz") else source.preparation.scale
         source.test.preparation = replace(trained.preparation, scale=scale)
-    return make_test_loader(source.test, trained.config.batch)
+    batch = len(source.test) if trained.config.batch == ALL else int(trained.config.batch)
+    return make_test_loader(source.test, batch)

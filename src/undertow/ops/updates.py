@@ -119,11 +119,15 @@ DELIVER_GRADIENT = register_operation(
 
 @dataclass(eq=False)
 class LaterStep:
-    """What the later step of an optimizer works on; `num_calls` counts the calls of the training step."""
+    """What the later step of an optimizer works on; `num_calls` counts the calls of the training step.
+
+    `norm` is that of all gradients at the last update, where they were clipped.
+    """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     num_calls: int = 0
+    norm: torch.Tensor | None = None
 
 
 NORM_BYTES = 2 * 64  # per gradient: its norm and a copy of it in the stack, each in an allocation of its own
@@ -165,7 +169,7 @@ def _step_afterwards(
         return
     if clip_norm is not None:
         # In the model's order: a norm is a sum, and its last bit depends on the order.
-        torch.nn.utils.clip_grad_norm_(later.model.parameters(), clip_norm)
+        later.norm = torch.nn.utils.clip_grad_norm_(later.model.parameters(), clip_norm)
     later.optimizer.step()
     later.optimizer.zero_grad(set_to_none=True)
 

@@ -7,6 +7,7 @@ accumulation, step hooks and other optimizers need all gradients: there the opti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ import torch
 
 from undertow.errors import CallError
 from undertow.ir import Gradient, Program, Value
+from undertow.ops.gradient_norms import FIND_GRADIENT_NORM, GRADIENT_NORMS, GradientNorms
 from undertow.ops.updates import (
     DELIVER_GRADIENT,
     LATER_STEP,
@@ -37,12 +39,15 @@ class Training:
     optimizer: torch.optim.Optimizer | None
     clip_norm: float | None = None
     accumulate: int = 1
+    has_norm: bool = False  # the norm of the gradients is wanted
     live: dict[str, Any] = field(init=False)  # what the Program's updates name
 
     def __post_init__(self) -> None:
         live: dict[str, Any] = {}
         if self.optimizer is not None:
             live = {OPTIMIZER.name: self.optimizer, LATER_STEP.name: LaterStep(self.model, self.optimizer)}
+            if self.has_norm:
+                live[GRADIENT_NORMS.name] = GradientNorms(self.trained())
         object.__setattr__(self, "live", live)
 
     @cached_property
@@ -74,9 +79,23 @@ class Training:
         uses = self._find_uses(program.gradients)
         at_end = None
         if self.optimizer is not None and not self.updates_inside:
-            settings = (LATER_STEP, self.clip_norm, self.accumulate)
+            # Clipping to any norm finds the norm, and changes no bit.
+            clip_norm = math.inf if self.has_norm and self.clip_norm is None else self.clip_norm
+            settings = (LATER_STEP, clip_norm, self.accumulate)
             at_end = AtEnd(step_afterwards(type(self.optimizer).__name__), settings)
         return add_updates(program, lambda item: uses[item.input], at_end)
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm of all gradients of the last update, before they were clipped; None where it was not found."""
+        if self.updates_inside:
+            return self.live[GRADIENT_NORMS.name].total() if self.has_norm else None
+        norm = None if self.optimizer is None else self.live[LATER_STEP.name].norm
+        return None if norm is None else float(norm)
+
+    def norm_tensors(self) -> list[torch.Tensor]:
+        """The norms of single gradients, which stay all the time."""
+        return [*self.live[GRADIENT_NORMS.name].found.values()] if GRADIENT_NORMS.name in self.live else []
 
     def added_up_bytes(self) -> int:
         """The gradients that stay from call to call."""
@@ -116,7 +135,9 @@ class Training:
             if id(parameter) in group_of:
                 assert self.optimizer is not None
                 index = group_of[id(parameter)]
-                found[gradient.input] = Use(update_by(self.optimizer, index), True, True, (OPTIMIZER, index))
+                look = (FIND_GRADIENT_NORM, (GRADIENT_NORMS,)) if self.has_norm else None
+                update = update_by(self.optimizer, index)
+                found[gradient.input] = Use(update, True, True, (OPTIMIZER, index), looked_at=look)
             else:
                 is_added_up = self._is_added_up(parameter, updated)
                 found[gradient.input] = Use(DELIVER_GRADIENT, is_added_up, False, after=(is_added_up,))

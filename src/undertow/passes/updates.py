@@ -24,13 +24,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Use:
-    """What is done with a gradient: `operation(*before, input, gradient, *after)`; a consumed one is freed after it."""
+    """What is done with a gradient: `operation(*before, input, gradient, *after)`; a consumed one is freed after it.
+
+    `looked_at` is an operation on the input and the gradient that runs first, with what goes before these.
+    """
 
     operation: Operation
     is_consumed: bool
     overwrites: bool
     before: tuple[Any, ...] = ()
     after: tuple[Any, ...] = ()
+    looked_at: tuple[Operation, tuple[Any, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,11 @@ def add_updates(
         args = (*use.before, item.input, item.value, *use.after)
         if use.overwrites and item.input in assigned:
             args = (*args, assigned.pop(item.input))
-        node = Node(use.operation, args, {}, (), Origin(item.input.name), Phase.UPDATE)
-        updates.setdefault(ready[item.input], []).append(node)
+        origin, at_once = Origin(item.input.name), updates.setdefault(ready[item.input], [])
+        if use.looked_at is not None:
+            look, before = use.looked_at
+            at_once.append(Node(look, (*before, item.input, item.value), {}, (), origin, Phase.UPDATE))
+        at_once.append(Node(use.operation, args, {}, (), origin, Phase.UPDATE))
     woven: list[Node] = []
     for position, node in enumerate(nodes):
         woven += [node, *updates.get(position, ())]

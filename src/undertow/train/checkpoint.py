@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from undertow.errors import DataError
+from undertow.train.devices import device_states, set_device_states
 from undertow.train.weights import hash_tensors, read_tensors, write_tensors
 
 FORMAT = "undertow checkpoint 1"
-MODEL, OPTIMIZER, GENERATOR = "model/", "optimizer/", "generator/"
+NUM_AVERAGED = "num_averaged"  # how many updates an average of weights has taken in
+MODEL, AVERAGE, OPTIMIZER, GENERATOR = "model/", "average/", "optimizer/", "generator/"
 
 
 @dataclass
@@ -31,8 +33,18 @@ class Progress:
     batch: int = 0
     loss_sum: float = 0.0
     last_loss: float | None = None
+    epoch_loss: float | None = None  # the mean training loss of the last whole epoch
+    judged_loss: float | None = None  # of the last evaluation that epochs are judged by
+    num_examples: int = 0
     best_loss: float | None = None
+    best_step: int | None = None
+    best_epoch: int | None = None
     num_worse_epochs: int = 0
+    num_drops: int = 0  # of the learning rate, after epochs without progress
+    num_worse_since_drop: int = 0
+    validation_step: int | None = None
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
     test_step: int | None = None  # the step after which the model was last evaluated
     test_loss: float | None = None
     test_accuracy: float | None = None
@@ -55,16 +67,39 @@ class Checkpoint:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's tensors, by their names in the model."""
-        return {name.removeprefix(MODEL): tensor for name, tensor in self.tensors.items() if name.startswith(MODEL)}
+        return self._named(MODEL)
+
+    def average(self) -> dict[str, torch.Tensor]:
+        """The averaged weights, and how many were averaged; empty for a run without."""
+        return self._named(AVERAGE)
+
+    def trained_weights(self) -> dict[str, torch.Tensor]:
+        """What the run is for: the averaged weights where it has them."""
+        return {name: item for name, item in self.average().items() if name != NUM_AVERAGED} or self.weights()
+
+    def _named(self, prefix: str) -> dict[str, torch.Tensor]:
+        return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
 
-def collect_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+def collect_tensors(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
     """Every tensor of a run, by name."""
-    found = {f"{MODEL}{name}": tensor for name, tensor in model.state_dict().items()}
-    for index, state in optimizer.state_dict()["state"].items() if optimizer is not None else ():
-        found |= {f"{OPTIMIZER}{index}/{name}": item for name, item in state.items() if item is not None}
-    found[f"{GENERATOR}cpu"] = torch.get_rng_state()
-    return found
+    found = name_weights(model.state_dict())
+    found |= {f"{AVERAGE}{name}": tensor for name, tensor in average.items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        found |= {
+            f"{OPTIMIZER}{index}/{name}": torch.as_tensor(item) for name, item in state.items() if item is not None
+        }
+    return found | {f"{GENERATOR}{name}": state for name, state in device_states(device).items()}
+
+
+def name_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights under the names that they have in a checkpoint."""
+    return {f"{MODEL}{name}": tensor for name, tensor in weights.items()}
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -93,22 +128,27 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise DataError(f"{path} is refused: it does not hold the state of a run ({error})") from None
 
 
-def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, what: str) -> None:
+def restore(
+    checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, what: str
+) -> None:
     """Restore the weights, the optimizer's state and the generators."""
     load_weights(model, checkpoint.weights(), what)
-    if optimizer is None:
-        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}
     try:
         for name, tensor in checkpoint.tensors.items():
             if name.startswith(OPTIMIZER):
                 index, _, key = name.removeprefix(OPTIMIZER).partition("/")
-                if tensor.dim() and tensor.shape != parameters[int(index)].shape:
+                sizes = parameters[int(index)].shape
+                # Some optimizers keep sums over a dimension, whose size is then 1.
+                is_fitting = tensor.dim() == len(sizes) and all(
+                    size in (1, wanted) for size, wanted in zip(tensor.shape, sizes, strict=True)
+                )
+                if tensor.dim() and not is_fitting:
                     raise ValueError(f"{name} has the shape {list(tensor.shape)}")
                 state.setdefault(int(index), {})[key] = tensor
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        torch.set_rng_state(checkpoint.tensors[f"{GENERATOR}cpu"])
+        set_device_states(checkpoint._named(GENERATOR), device)
     except (ValueError, IndexError, KeyError, TypeError, RuntimeError) as error:
         raise DataError(f"{what} is refused: the optimizer or the generator cannot be restored ({error})") from None
 

@@ -31,9 +31,12 @@ LOSSES = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
+OWN_LOSS = "model"  # the model returns it
 CLASS_LOSSES = ("cross_entropy", "nll_loss")  # of labels; the others take numbers in the shape of the outputs
-OPTIMIZERS = ("sgd", "adam", "adamw")
-SCHEDULES = ("constant", "linear", "cosine", "step")
+PLATEAU = "plateau"
+SCHEDULES = ("constant", "linear", "cosine", "step", PLATEAU)
+METRICS = ("f1", "confusion", "top5", "errors", "perplexity")
+ALL = "all"
 NUMERICS = ("exact", "fast", "bf16")
 MAX_SEED = 2**64 - 1  # the most that torch's generators accept
 
@@ -42,11 +45,25 @@ DEFAULT_RATES = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
 DEFAULT_MOMENTUM = 0.9
 
 # A resumed run may change these: no step that was taken depends on them.
-CHANGEABLE = ("epochs", "max_steps", "save_every", "patience")
+CHANGEABLE = (
+    "epochs",
+    "max_steps",
+    "save_every",
+    "patience",
+    "until_loss",
+    "keep",
+    "metrics",
+    "metric",
+    "callbacks",
+    "gradient_norm",
+)
 
 
-def _option(default: Any, text: str, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices, "least": least})
+def _option(
+    default: Any, text: str, choices: tuple[str, ...] = (), least: float | None = None, word: str | None = None
+) -> Any:
+    """A field. `choices`: the only values; `least`: of a number; `word`: what may stand instead of a number."""
+    return field(default=default, metadata={"help": text, "choices": choices, "least": least, "word": word})
 
 
 @dataclass(frozen=True)
@@ -55,22 +72,49 @@ class TrainConfig:
 
     model: str = _option("", "A zoo name (vgg_small), file.py:factory or package.module:factory.")
     data: str = _option("digits", "digits, a folder, a .npz or .txt file, or file.py:factory returning two loaders.")
-    loss: str = _option("cross_entropy", "A loss of torch.nn.functional.", LOSSES)
-    optimizer: str = _option("sgd", "How gradients become updates.", OPTIMIZERS)
-    lr: float | None = _option(None, "Learning rate; 0.01 for sgd and 0.001 for the others by default.", least=0)
+    device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU where there is one.")
+    init: str | None = _option(None, "Begin with the weights of a safetensors file that fit; the others are listed.")
+    freeze: list[str] | None = _option(None, "Parameters that are not trained: patterns such as features.*, by commas.")
+    loss: str | None = _option(
+        None,
+        "A loss of torch.nn.functional such as mse_loss, file.py:function, or model: the model returns its own. By "
+        "default cross_entropy, and the model's own where batches are dicts.",
+    )
+    targets: list[str] | None = _option(None, "Of batches that are dicts, the names of the targets, by commas.")
+    label_smoothing: float = _option(0.0, "Smooth the labels of cross_entropy in training by this share.", least=0)
+    optimizer: str = _option("sgd", "An optimizer of torch.optim in small letters, such as sgd, adamw, rmsprop.")
+    optimizer_args: dict[str, Any] | None = _option(None, "Its other arguments, such as 'betas=[0.9,0.95], eps=1e-6'.")
+    lr: float | None = _option(None, "Learning rate; 0.01 for sgd, 0.001 for adam and adamw by default.", least=0)
+    lr_scale: dict[str, float] | None = _option(None, "Factors of it for some parameters: 'features.*=0.1,head.*=2'.")
     momentum: float | None = _option(None, "Momentum of sgd; 0.9 by default.", least=0)
     nesterov: bool = _option(False, "Use Nesterov's momentum, with sgd.")
     weight_decay: float = _option(0.0, "Weight decay of weights, not of biases and norms.", least=0)
     decay_all: bool = _option(False, "Apply weight decay to biases and norms too.")
-    schedule: str = _option("constant", "How the learning rate falls over the run.", SCHEDULES)
+    schedule: str = _option(
+        "constant",
+        f"How the learning rate changes over the run: {', '.join(SCHEDULES)}, or one of torch.optim.lr_scheduler by "
+        "its name.",
+    )
+    schedule_args: dict[str, Any] | None = _option(
+        None, "Its arguments: 'at=[0.5,0.75], factor=0.1' of step, 'least=0.01' of cosine, 'patience=3' of plateau."
+    )
     warmup: int = _option(0, "Steps over which the learning rate first rises.", least=0)
+    ema: float | None = _option(None, "Evaluate and keep an average of the weights with this decay, such as 0.999.")
     epochs: int = _option(10, "Passes over the training data.", least=1)
     max_steps: int | None = _option(None, "Stop after this many updates.", least=1)
-    batch: int = _option(16, "Examples in a batch.", least=1)
+    until_loss: float | None = _option(None, "Stop after an epoch whose mean training loss is at most this.")
+    batch: int | str = _option(16, "Examples in a batch, or all: the gradient of the whole set.", least=1, word=ALL)
     accumulate: int = _option(1, "Batches whose gradients are averaged into one update.", least=1)
     clip_norm: float | None = _option(None, "Clip all gradients together to this norm.", least=0)
-    patience: int | None = _option(None, "Stop after this many epochs without a lower test loss.", least=1)
-    budget: str | None = _option(None, "Peak memory of a step: 50MiB, 6GiB or 6G, or bytes.")
+    gradient_norm: bool = _option(False, "Record the norm of the gradients; with --clip-norm it is recorded anyway.")
+    patience: int | None = _option(
+        None, "Stop after this many epochs without a lower loss on validation data (on test data without any).", least=1
+    )
+    keep: int = _option(0, "Keep the checkpoints of the last epochs, this many, beside the best and the last.", least=0)
+    metrics: list[str] | None = _option(None, f"What evaluation counts besides, by commas: {', '.join(METRICS)}.")
+    metric: list[str] | None = _option(None, "Metrics of your own, by commas: file.py:function of outputs and targets.")
+    callbacks: str | None = _option(None, "A file of functions that are called as the run goes on.")
+    budget: str | None = _option(None, "Peak memory of a step on the device: 50MiB, 6GiB or 6G, bytes, or auto.")
     numerics: str = _option(
         "exact",
         "exact: eager's bits; fast: the fastest kernels, within error bounds; bf16: fast, in bfloat16.",
@@ -82,9 +126,9 @@ class TrainConfig:
     out: str | None = _option(None, "The run's folder; by default a new one under runs/.")
 
     @property
-    def learning_rate(self) -> float:
-        """The highest learning rate of the run."""
-        return DEFAULT_RATES[self.optimizer] if self.lr is None else self.lr
+    def learning_rate(self) -> float | None:
+        """The highest learning rate of the run; None where it is that of PyTorch's optimizer."""
+        return DEFAULT_RATES.get(self.optimizer) if self.lr is None else self.lr
 
     @property
     def sgd_momentum(self) -> float | None:
@@ -149,18 +193,25 @@ def _parse_yaml(text: str) -> Any:
 
 def _convert(item: Any, value: Any, where: str) -> Any:
     """The value in the field's type; raises CallError that says what the field takes."""
-    hint = typing.get_type_hints(TrainConfig)[item.name]
-    parts = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
-    expected = parts[0]
-    if value is None and types.NoneType in parts:
+    expected, is_optional = value_type(item.name)
+    word = item.metadata["word"]
+    if value is None and is_optional:
         return None
+    if expected in (list, dict) and isinstance(value, str):
+        value = _split(item.name, value, where)
+    if word is not None and isinstance(value, str) and value != word and value.isdecimal():
+        value = int(value)
     if expected is float and isinstance(value, int | str) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
             value = float(value)  # YAML reads 1e-3 as a string
     if item.name == "budget" and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
+    if word is not None and value == word:
+        return value
     if type(value) is not expected or (expected is float and not math.isfinite(value)):
-        raise CallError(f"{where}: {item.name} must be {_name_type(expected)}, got {reprlib.repr(value)}")
+        instead = "" if word is None else f" or {word}"
+        raise CallError(f"{where}: {item.name} must be {_name_type(expected)}{instead}, got {reprlib.repr(value)}")
+    _check_parts(item.name, value, where)
     choices, least = item.metadata["choices"], item.metadata["least"]
     if choices and value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
@@ -171,8 +222,49 @@ def _convert(item: Any, value: Any, where: str) -> Any:
     return value
 
 
+def value_type(name: str) -> tuple[Any, bool]:
+    """The type of a field's values, and whether it may be None; of a number with a word, the number's."""
+    hint = typing.get_type_hints(TrainConfig)[name]
+    parts = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
+    return typing.get_origin(parts[0]) or parts[0], types.NoneType in parts
+
+
+def _split(name: str, text: str, where: str) -> Any:
+    """A list of names, or a table, as it is written on a command line."""
+    if name == "lr_scale":
+        parts = [part.rpartition("=") for part in text.split(",")]
+        return {pattern.strip(): factor.strip() for pattern, _, factor in parts}
+    if value_type(name)[0] is list:
+        return [part.strip() for part in text.split(",")]
+    try:
+        return tomllib.loads(f"table = {{{text}}}")["table"]
+    except (ValueError, KeyError) as error:
+        raise CallError(
+            f"{where}: {name} must be written as 'name=value, name=[1, 2]', got {text!r} ({error})"
+        ) from None
+
+
+def _check_parts(name: str, value: Any, where: str) -> None:
+    """Check what is in a list or a table; factors become numbers."""
+    if isinstance(value, list):
+        if not value or not all(isinstance(part, str) and part for part in value):
+            raise CallError(f"{where}: {name} must be names, got {reprlib.repr(value)}")
+        for part in value:
+            if name == "metrics" and part not in METRICS:
+                raise CallError(f"{where}: there is no metric {part!r}; there are {', '.join(METRICS)}")
+    if name == "lr_scale" and isinstance(value, dict):
+        for pattern, factor in value.items():
+            try:
+                value[pattern] = float(factor)
+            except (TypeError, ValueError):
+                value[pattern] = math.nan
+            if not pattern or not math.isfinite(value[pattern]) or value[pattern] < 0:
+                raise CallError(f"{where}: {name} must be patterns with factors, 'head.*=2', got {pattern}={factor}")
+
+
 def _name_type(expected: type) -> str:
-    return {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}[expected]
+    names = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+    return names.get(expected, "a list of names" if expected is list else "a table")
 
 
 def _check_together(config: TrainConfig, where: str) -> None:
@@ -180,6 +272,24 @@ def _check_together(config: TrainConfig, where: str) -> None:
         raise CallError(f"{where}: no model is named")
     if config.optimizer != "sgd" and (config.momentum is not None or config.nesterov):
         raise CallError(f"{where}: momentum and nesterov are options of sgd, but the optimizer is {config.optimizer}")
+    if config.loss is not None and ":" not in config.loss and config.loss not in (*LOSSES, OWN_LOSS):
+        near = difflib.get_close_matches(config.loss, (*LOSSES, OWN_LOSS), n=1)
+        advice = f"did you mean {near[0]}? It " if near else ""
+        raise CallError(
+            f"{where}: loss {config.loss!r} is not known; {advice}can be {', '.join((*LOSSES, OWN_LOSS))}, or "
+            f"file.py:function"
+        )
+    if config.label_smoothing and config.loss not in (None, "cross_entropy"):
+        raise CallError(f"{where}: label_smoothing is an option of cross_entropy, but the loss is {config.loss}")
+    if config.label_smoothing > 1 or (config.ema is not None and not 0 < config.ema < 1):
+        raise CallError(f"{where}: label_smoothing goes from 0 to 1, and ema lies between 0 and 1")
+    if config.schedule.islower() and config.schedule not in SCHEDULES:
+        near = difflib.get_close_matches(config.schedule, SCHEDULES, n=1)
+        advice = f"did you mean {near[0]}? It " if near else ""
+        raise CallError(
+            f"{where}: schedule {config.schedule!r} is not known; {advice}can be {', '.join(SCHEDULES)}, or one of "
+            f"torch.optim.lr_scheduler such as OneCycleLR"
+        )
     if config.nesterov and config.momentum == 0:
         raise CallError(f"{where}: nesterov needs a momentum of more than 0")
     if config.seed > MAX_SEED:

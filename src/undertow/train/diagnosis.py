@@ -16,6 +16,8 @@ import torch
 
 from undertow.errors import NotFinite
 from undertow.ir import Node, Value
+from undertow.ir.structure import tensors_in
+from undertow.train.batches import Batch
 from undertow.train.checkpoint import Checkpoint
 
 
@@ -31,7 +33,9 @@ def explain_not_finite(run: Any, bad_step: int, what: str) -> NotFinite:
     while run.progress.step < first_bad - 1:
         run.run_batches(next(groups))
     group = next(groups)
-    found = next((node for batch in group if (node := find_first_bad(run.step.walk(*batch)))), None)
+    found = next(
+        (node for batch in group if (node := find_first_bad(run.step.walk(*batch.call, **batch.kwargs)))), None
+    )
     cause, advice = "the update made weights that are not finite", "Lower --lr, or give --clip-norm"
     if places := [place for number, batch in enumerate(group) if (place := _find_bad_number(batch, number))]:
         cause = f"the data itself holds numbers that are not finite, first in {places[0]} of the step"
@@ -44,14 +48,20 @@ def explain_not_finite(run: Any, bad_step: int, what: str) -> NotFinite:
     )
 
 
-def _find_bad_number(batch: tuple[torch.Tensor, torch.Tensor], number: int) -> str:
+def _find_bad_number(batch: Batch, number: int) -> str:
     """The first number of a batch that is not finite, in words; empty if there is none."""
-    for tensor, name in zip(batch, ("inputs", "targets"), strict=True):
-        if not are_finite([tensor]):
-            example, *index = (~tensor.isfinite()).nonzero()[0].tolist()
-            value = float(tensor[(example, *index)])
-            column = f", column {','.join(map(str, index))}" if index else ""
-            return f"{name} of batch {number + 1}, example {example}{column} ({value})"
+    parts = (("inputs", (batch.args, batch.kwargs)), ("targets", batch.targets))
+    for name, part in parts:
+        found = [(path, tensor) for path, tensor in tensors_in(part) if not are_finite([tensor])]
+        if not found:
+            continue
+        path, tensor = found[0]
+        example, *index = (~tensor.isfinite()).nonzero()[0].tolist()
+        value = float(tensor[(example, *index)])
+        column = f", column {','.join(map(str, index))}" if index else ""
+        # The first of several, or one with a name, is told by its path.
+        which = f" {path}" if len(list(tensors_in(part))) > 1 else ""
+        return f"{name}{which} of batch {number + 1}, example {example}{column} ({value})"
     return ""
 
 
@@ -65,9 +75,9 @@ def _find_first_bad_step(run: Any, good: Checkpoint, bad_step: int) -> int:
     return bad_step
 
 
-def _groups(run: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+def _groups(run: Any) -> Iterator[list[Batch]]:
     """The batches of each update, from the run's progress to the end of the epoch."""
-    batches = run.feed.batches(run.progress.epoch, run.progress.batch)
+    batches = run.batches(run.progress.epoch, run.progress.batch)
     while group := list(itertools.islice(batches, run.config.accumulate)):
         yield group
 

@@ -1,91 +1,162 @@
-"""Loss and accuracy over a loader, by a planned forward pass in `eval()`."""
+"""Loss, accuracy and metrics over a loader, by a planned forward pass in `eval()`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from undertow.api.planning import plan
 from undertow.errors import CallError, DataError
-from undertow.train.config import CLASS_LOSSES
-from undertow.train.feeding import check_batch
-from undertow.train.losses import make_loss
+from undertow.train.batches import Batch
+from undertow.train.devices import Batches
+from undertow.train.metrics import IGNORED, Judged, make_metrics
+from undertow.train.objective import Objective
 
-IGNORED = -100  # the label that the losses of torch.nn.functional skip
+PERPLEXITY = "perplexity"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over all examples; accuracy is None where outputs are not classes."""
+    """Means over all examples; accuracy is None where outputs are not classes. `part` is test or validation."""
 
     loss: float
     accuracy: float | None
     num_examples: int
+    part: str = "test"
+    metrics: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {"test_loss": self.loss, "test_accuracy": self.accuracy, "examples": self.num_examples}
+        numbers = {f"{self.part}_loss": self.loss, f"{self.part}_accuracy": self.accuracy}
+        metrics = {"metrics": self.metrics} if self.metrics else {}
+        return {**numbers, "examples": self.num_examples, **metrics}
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The metrics that are single numbers."""
+        return {name: value for name, value in self.metrics.items() if isinstance(value, float)}
 
     def __str__(self) -> str:
         accuracy = "" if self.accuracy is None else f", accuracy {self.accuracy:.2%}"
-        return f"test loss {self.loss:.4f}{accuracy} ({self.num_examples:,} examples)"
+        shown = "".join(f", {name} {value:.4g}" for name, value in self.numbers.items())
+        line = f"{self.part} loss {self.loss:.4f}{accuracy}{shown} ({self.num_examples:,} examples)"
+        return "\n".join([*_matrix_lines(self.metrics.get("confusion")), line])
+
+
+def _matrix_lines(matrix: list[list[int]] | None) -> list[str]:
+    """The confusion matrix, a row for each class that was wanted."""
+    if not matrix:
+        return []
+    width = max(len(str(count)) for row in matrix for count in row) + 1
+    rows = [f"{index:>5}:" + "".join(f"{count:>{width}}" for count in row) for index, row in enumerate(matrix)]
+    return ["wanted (rows) and found (columns):", *rows]
 
 
 class Evaluator:
-    """Evaluates one model. Its forward pass is captured once for each shape of a batch."""
+    """Evaluates one model on its device. Its forward pass is captured once for each shape of a batch."""
 
-    def __init__(self, model: torch.nn.Module, loss_name: str, is_sequence: bool) -> None:
-        self._model, self._is_sequence = model, is_sequence
-        self._loss_name, self._loss = loss_name, make_loss(loss_name, is_sequence)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        objective: Objective,
+        device: torch.device,
+        numerics: str = "exact",
+        metrics: Sequence[str] = (),
+        users: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        self._model, self._objective, self._device = model, objective, device
+        # Evaluation on a GPU takes as long as training if it runs in float32.
+        self._numerics = numerics if device.type == "cuda" else "exact"
+        self._metrics, self._users = metrics, users
         self._planned: Any = None
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs in `eval()`."""
         with evaluating(self._model):
             if self._planned is None:
-                self._planned = plan(self._model, (inputs,))
-            return self._planned(inputs)
+                self._planned = plan(self._model, args, kwargs, numerics=self._numerics)
+            return self._planned(*args, **kwargs)
 
-    def check_targets(self, outputs: Any, targets: torch.Tensor, what: str) -> int | None:
+    def check_targets(self, outputs: Any, targets: tuple[Any, ...], what: str) -> int | None:
         """The number of classes if targets are labels; raises DataError if the loss does not take such targets."""
+        objective = self._objective
+        if not targets or objective.function is not None:
+            return None
         if not isinstance(outputs, torch.Tensor):
             raise CallError(f"the model returns {type(outputs).__name__}, but the loss takes one tensor")
-        class_dim = -1 if self._is_sequence else min(1, outputs.dim() - 1)
+        if len(targets) != 1 or not isinstance(targets[0], torch.Tensor):
+            return None  # the loss says what is wrong
+        target, class_dim = targets[0], self._find_class_dim(outputs)
         shape = list(outputs.shape)
-        is_label = self._loss_name in CLASS_LOSSES and not (
-            targets.is_floating_point() and list(targets.shape) == shape  # probabilities
+        is_label = objective.is_of_classes and not (
+            target.is_floating_point() and list(target.shape) == shape  # probabilities
         )
         if is_label:
             del shape[class_dim]
-        if list(targets.shape) != shape or targets.is_floating_point() == is_label:
+        if list(target.shape) != shape or target.is_floating_point() == is_label:
             numbers = "whole numbers" if is_label else "floating-point numbers"
             raise DataError(
-                f"{what}: for outputs of shape {list(outputs.shape)}, {self._loss_name} takes targets of shape "
-                f"{shape}, {numbers}; found {targets.dtype} of shape {list(targets.shape)}"
+                f"{what}: for outputs of shape {list(outputs.shape)}, {objective.title} takes targets of shape "
+                f"{shape}, {numbers}; found {target.dtype} of shape {list(target.shape)}"
             )
         return outputs.shape[class_dim] if is_label else None
 
-    def evaluate(self, loader: Iterable[Any]) -> Evaluation:
-        """Loss and accuracy over every batch."""
+    def _find_class_dim(self, outputs: torch.Tensor) -> int:
+        return outputs.dim() - 1 if self._objective.is_sequence else min(1, outputs.dim() - 1)
+
+    def evaluate(self, loader: Iterable[Any], part: str = "test") -> Evaluation:
+        """Loss, accuracy and metrics over every batch."""
+        metrics = make_metrics(self._metrics, self._users)
         loss_sum, num_right, num_judged, num_examples = 0.0, 0, 0, 0
-        for index, batch in enumerate(loader):
-            inputs, targets = check_batch(batch)
-            outputs = self.predict(inputs)
-            what = f"test data, batch {index + 1}"
-            if (num_classes := self.check_targets(outputs, targets, what)) is not None:
-                check_labels(targets, num_classes, what)
-            loss_sum += float(self._loss(outputs, targets)) * len(targets)
-            num_examples += len(targets)
-            if (right := count_right(outputs, targets, self._is_sequence)) is not None:
-                num_right, num_judged = num_right + right[0], num_judged + right[1]
+        batches = Batches(iter(loader), self._objective.read, self._device)
+        for index, batch in enumerate(batches):
+            outputs = self.predict(*batch.args, **batch.kwargs)
+            batches.fetch()
+            what = f"{part} data, batch {index + 1}"
+            if (num_classes := self.check_targets(outputs, batch.targets, what)) is not None:
+                check_labels(batch.targets[0], num_classes, what)
+            with torch.no_grad():
+                loss_sum += float(self._objective.evaluation_loss(outputs, batch.targets)) * batch.num_examples
+            num_examples += batch.num_examples
+            judged = self._judge(outputs, batch)
+            if judged.class_dim is not None:
+                num_right += int((judged.scores.argmax(1) == judged.labels).sum())
+                num_judged += len(judged.labels)
+            for metric in metrics:
+                metric.add(judged)
         if not num_examples:
             raise DataError("there are no examples to evaluate on")
         accuracy = num_right / num_judged if num_judged else None
-        return Evaluation(loss_sum / num_examples, accuracy, num_examples)
+        loss = loss_sum / num_examples
+        found = {name: value for metric in metrics for name, value in metric.compute().items()}
+        if PERPLEXITY in self._metrics:
+            found[PERPLEXITY] = float(torch.tensor(loss, dtype=torch.float64).exp())
+        return Evaluation(loss, accuracy, num_examples, part, found)
+
+    def _judge(self, outputs: Any, batch: Batch) -> Judged:
+        """What metrics look at. A model with its own loss may give scores of classes beside it."""
+        if not batch.targets:
+            scores = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+            labels = batch.kwargs.get("labels")
+            if isinstance(scores, torch.Tensor) and isinstance(labels, torch.Tensor):
+                is_of_classes = scores.dim() == 2 and labels.dim() == 1 and not labels.is_floating_point()
+                return Judged(scores, (labels,), batch.num_examples, 1 if is_of_classes else None)
+            return Judged(outputs, (), batch.num_examples)
+        target = batch.targets[0]
+        is_of_classes = (
+            len(batch.targets) == 1
+            and isinstance(outputs, torch.Tensor)
+            and isinstance(target, torch.Tensor)
+            and not target.is_floating_point()
+            and outputs.dim() == target.dim() + 1
+        )
+        return Judged(
+            outputs, batch.targets, batch.num_examples, self._find_class_dim(outputs) if is_of_classes else None
+        )
 
 
 @contextmanager
@@ -111,11 +182,3 @@ def check_labels(targets: torch.Tensor, num_classes: int, what: str) -> None:
             f"{what}: the label of example {index // max(targets[0].numel(), 1)} is {int(flat[index])}, out of range: "
             f"the model has {num_classes} outputs"
         )
-
-
-def count_right(outputs: torch.Tensor, targets: torch.Tensor, is_sequence: bool) -> tuple[int, int] | None:
-    """How many predictions are right, and of how many; None where outputs are not classes."""
-    if targets.is_floating_point() or outputs.dim() != targets.dim() + 1:
-        return None
-    predicted = outputs.argmax(-1 if is_sequence else 1)
-    return int((predicted == targets).sum()), int((targets != IGNORED).sum())

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
-
-from undertow.errors import DataError
 
 
 class EpochOrder(Sampler[list[int]]):
@@ -59,7 +57,7 @@ class Feed:
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
-    def batches(self, epoch: int, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self, epoch: int, first: int) -> Iterator[Any]:
         """The batches of an epoch from number `first` on."""
         states = _seed_states(self.seed, epoch)
         order = getattr(self.loader, "batch_sampler", None)
@@ -82,17 +80,7 @@ class Feed:
                 batch = next(iterator, None)
             if batch is None:
                 return
-            yield check_batch(batch)
-
-
-def check_batch(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of a loader's batch; raises DataError if it is not a pair of tensors."""
-    if not isinstance(batch, Sequence) or len(batch) != 2 or not all(isinstance(x, torch.Tensor) for x in batch):
-        parts = batch if isinstance(batch, tuple | list) else [batch]
-        found = ", ".join(type(part).__name__ for part in parts)
-        raise DataError(f"a batch must be a pair of tensors, inputs and targets; the loader gave {found or 'nothing'}")
-    inputs, targets = batch
-    return inputs, targets
+            yield batch
 
 
 def _derive_seed(seed: int, epoch: int) -> int:

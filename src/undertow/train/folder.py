@@ -2,6 +2,8 @@
 
 config.json               the options of the run
 checkpoint.safetensors    the run after its last saved step
+best.safetensors          the weights with the lowest loss on the data that epochs are judged by
+epoch-N.safetensors       the run after the last epochs, with --keep
 metrics.jsonl             a line for each step and each evaluation
 lock                      locked by the process that trains here
 events.out.tfevents.*     the same numbers for TensorBoard
@@ -22,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from undertow.errors import CallError, FolderError
-from undertow.train.checkpoint import Checkpoint, load_checkpoint
+from undertow.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from undertow.train.config import TrainConfig, make_config
 from undertow.train.durable import write_durably
 
 CONFIG, CHECKPOINT, METRICS, LOCK = "config.json", "checkpoint.safetensors", "metrics.jsonl", "lock"
+BEST = "best.safetensors"
 
 
 class RunFolder:
@@ -41,9 +44,23 @@ class RunFolder:
         return self.path / CHECKPOINT
 
     @property
+    def best_path(self) -> Path:
+        """The path of the best weights; there is none before the first evaluation."""
+        return self.path / BEST
+
+    def epoch_path(self, epoch: int) -> Path:
+        """The path of the checkpoint after an epoch, counted from 1."""
+        return self.path / f"epoch-{epoch}.safetensors"
+
+    @property
     def metrics_path(self) -> Path:
         """The path of the records."""
         return self.path / METRICS
+
+    def own_files(self) -> list[Path]:
+        """Every checkpoint of the run."""
+        fixed = [path for path in (self.checkpoint_path, self.best_path) if path.is_file()]
+        return [*fixed, *self.path.glob("epoch-*.safetensors")]
 
     def check_is_free(self) -> None:
         """Raise CallError if the folder already holds a run."""
@@ -109,6 +126,28 @@ class RunFolder:
         if not self.checkpoint_path.is_file():
             raise CallError(f"{self.path} holds no checkpoint yet: start the run again")
         return load_checkpoint(self.checkpoint_path)
+
+    def read_best(self) -> Checkpoint:
+        """The best weights, with the run's progress when they were."""
+        return load_checkpoint(self.best_path)
+
+    def read_trained(self, is_last: bool, epoch: int | None) -> Checkpoint:
+        """The checkpoint that a trained model is taken from: the best, or the last, or that of a kept epoch."""
+        if epoch is not None:
+            if not self.epoch_path(epoch).is_file():
+                kept = sorted(int(path.stem.removeprefix("epoch-")) for path in self.path.glob("epoch-*.safetensors"))
+                there = f"there are {', '.join(map(str, kept))}" if kept else "none is; --keep keeps them"
+                raise CallError(f"{self.path}: the checkpoint of epoch {epoch} is not kept ({there})")
+            return load_checkpoint(self.epoch_path(epoch))
+        return self.read_checkpoint() if is_last or not self.best_path.is_file() else self.read_best()
+
+    def keep_epoch(self, checkpoint: Checkpoint, num_kept: int) -> None:
+        """Keep the checkpoint of the epoch that has just ended, and delete those before the last `num_kept`."""
+        save_checkpoint(self.epoch_path(checkpoint.progress.epoch), checkpoint)
+        for path in self.path.glob("epoch-*.safetensors"):
+            number = path.stem.removeprefix("epoch-")
+            if number.isdecimal() and int(number) <= checkpoint.progress.epoch - num_kept:
+                path.unlink(missing_ok=True)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records, without lines that were cut off."""

@@ -1,17 +1,18 @@
-"""From a config to the optimizer and its learning rate at each step.
-
-The rate is a function of the step alone, so a resumed run needs no state of a schedule.
-"""
+"""From a config to the optimizer: any of `torch.optim`, with groups of parameters by weight decay and learning rate."""
 
 from __future__ import annotations
 
-import math
+import fnmatch
+import inspect
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from undertow.errors import CallError
 from undertow.torch_internals import BatchNormBase
-from undertow.train.config import TrainConfig
+from undertow.train.config import DEFAULT_RATES, TrainConfig
+from undertow.train.schedules import check_names
 
 NORMS = (
     BatchNormBase,
@@ -20,57 +21,107 @@ NORMS = (
     torch.nn.RMSNorm,
     torch.nn.LocalResponseNorm,
 )
-# `step` divides the rate by ten at these shares of the run (He et al., CVPR 2016, for CIFAR-10: 32k and 48k of 64k).
-STEP_DROPS = (0.5, 0.75)
+BASES = (torch.optim.Optimizer, torch.optim.SparseAdam)  # no optimizers of dense gradients
 
 
 def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer of all trained parameters; those without weight decay are a group of their own."""
-    groups = group_parameters(model, config.decay_all)
-    if not any(groups.values()):
+    groups = group_parameters(model, config.decay_all, config.lr_scale or {})
+    if not groups:
         raise CallError("the model has no parameter that requires a gradient: there is nothing to train")
-    parameters = [
-        {"params": members, "weight_decay": config.weight_decay if decays else 0.0}
-        for decays, members in groups.items()
-        if members
-    ]
-    rate = config.learning_rate
+    kind = find_optimizer(config.optimizer)
+    accepted = inspect.signature(kind).parameters
+    options: dict[str, Any] = dict(config.optimizer_args or {})
+    check_names(options, [name for name in accepted if name != "params"], f"--optimizer {config.optimizer}")
+    rate = config.lr if config.lr is not None else DEFAULT_RATES.get(config.optimizer, accepted["lr"].default)
+    options["lr"] = rate
     if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=rate, momentum=config.sgd_momentum or 0.0, nesterov=config.nesterov)
-    classes: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    return classes[config.optimizer](parameters, lr=rate)
+        options |= {"momentum": config.sgd_momentum or 0.0, "nesterov": config.nesterov}
+    device = next(iter(groups.values()))[0].device
+    if device.type == "cuda":
+        options = on_gpu(kind, options)
+    parameters = []
+    for (decays, scale), members in groups.items():
+        group: dict[str, Any] = {"params": members, "lr": rate * scale}
+        if device.type == "cuda" and options.get("fused"):
+            group["lr"] = torch.tensor(rate * scale, device=device)
+        if "weight_decay" in accepted:
+            group["weight_decay"] = config.weight_decay if decays else 0.0
+        elif config.weight_decay:
+            raise CallError(f"--weight-decay: torch.optim.{kind.__name__} has no weight decay; leave it out")
+        parameters.append(group)
+    try:
+        return kind(parameters, **options)
+    except (TypeError, ValueError) as error:
+        raise CallError(f"--optimizer {config.optimizer} with --optimizer-args {options}: {error}") from None
 
 
-def group_parameters(model: torch.nn.Module, decay_all: bool) -> dict[bool, list[torch.nn.Parameter]]:
-    """Trained parameters by whether weight decay acts on them: not on biases and not on parameters of norms."""
-    groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
-    seen: set[int] = set()
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.requires_grad or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            # Recurrent layers have several biases, each with a suffix. The gain of any norm is a vector.
-            is_weight = parameter.dim() > 1 and "bias" not in name and not isinstance(module, NORMS)
-            groups[decay_all or is_weight].append(parameter)
-    return groups
+def on_gpu(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Options under which a CUDA graph may hold the update: one kernel that counts and reads its rate on the GPU."""
+    accepted = inspect.signature(kind).parameters
+    if kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) and not options.keys() & {"foreach", "fused"}:
+        options = {"fused": True, **options}
+        if "capturable" in accepted:
+            options = {"capturable": True, **options}
+    return options
 
 
-def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
-    """The rate of update `step`, counted from 0, of a run of `num_steps`."""
-    if step < config.warmup:
-        return config.learning_rate * (step + 1) / config.warmup
-    share = min((step - config.warmup) / max(num_steps - config.warmup, 1), 1.0)
-    factors = {
-        "constant": 1.0,
-        "linear": 1 - share,
-        "cosine": (1 + math.cos(math.pi * share)) / 2,
-        "step": 0.1 ** sum(share >= drop for drop in STEP_DROPS),
+def find_optimizer(name: str) -> type[Any]:
+    """The class of `torch.optim` by its name in small letters; raises CallError that lists them."""
+    classes = {
+        item.lower(): kind
+        for item, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind not in BASES
     }
-    return config.learning_rate * factors[config.schedule]
+    if name not in classes:
+        raise CallError(f"there is no optimizer {name!r}; torch.optim has {', '.join(sorted(classes))}")
+    return classes[name]
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of all parameters."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+def group_parameters(
+    model: torch.nn.Module, decay_all: bool, scales: dict[str, float]
+) -> dict[tuple[bool, float], list[torch.nn.Parameter]]:
+    """Trained parameters by whether weight decay acts on them, and by the factor of their learning rate.
+
+    Weight decay does not act on biases and parameters of norms. A factor is that of the first pattern that matches.
+    """
+    groups: dict[tuple[bool, float], list[torch.nn.Parameter]] = {}
+    unused = set(scales)
+    for name, module, parameter in named_owners(model):
+        factors = {pattern: factor for pattern, factor in scales.items() if fnmatch.fnmatchcase(name, pattern)}
+        unused -= factors.keys()
+        if not parameter.requires_grad:
+            continue
+        # Recurrent layers have several biases, each with a suffix. The gain of any norm is a vector.
+        is_weight = parameter.dim() > 1 and "bias" not in name.rpartition(".")[2] and not isinstance(module, NORMS)
+        key = decay_all or is_weight, next(iter(factors.values()), 1.0)
+        groups.setdefault(key, []).append(parameter)
+    if unused:
+        raise no_match("--lr-scale", min(unused), model)
+    return {key: groups[key] for key in sorted(groups, key=lambda key: (not key[0], list(groups).index(key)))}
+
+
+def named_owners(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Parameter]]:
+    """Each parameter once, with its first name and the module that holds it."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{prefix}.{name}" if prefix else name, module, parameter
+
+
+def no_match(option: str, pattern: str, model: torch.nn.Module) -> CallError:
+    """The error for a pattern that matches no parameter."""
+    names = [name for name, _, _ in named_owners(model)]
+    shown = ", ".join([*names[:4], "..."] if len(names) > 4 else names)
+    return CallError(f"{option} {pattern!r} matches no parameter of the model, whose names are {shown}")
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, rates: list[float]) -> None:
+    """Set the rate of each group."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)  # where it lies: a CUDA graph reads it there
+        else:
+            group["lr"] = rate

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from undertow.errors import FolderError
+from undertow.train.checkpoint import Progress
 from undertow.train.durable import write_durably
 from undertow.train.events import EventWriter
 from undertow.train.folder import RunFolder
@@ -21,11 +22,14 @@ from undertow.train.folder import RunFolder
 class Records:
     """Open records. `flush` writes them to the files, before each checkpoint that relies on them."""
 
-    def __init__(self, folder: RunFolder, first_step: int, is_tested: bool) -> None:
-        """`is_tested`: the evaluation after `first_step` is in the checkpoint and will not be repeated."""
-        is_resumed = folder.metrics_path.exists()
+    def __init__(self, folder: RunFolder, progress: Progress) -> None:
+        """An evaluation after the step of `progress` is recorded if the checkpoint has it: it will not be repeated."""
+        is_resumed, first_step = folder.metrics_path.exists(), progress.step
         if is_resumed:
-            last = {"train": first_step, "test": first_step if is_tested else first_step - 1}
+            last = {"train": first_step}
+            for kind, tested in (("test", progress.test_step), ("validation", progress.validation_step)):
+                last[kind] = first_step if tested == first_step else first_step - 1
+            last["speed"] = max(last["test"], last["validation"])
             valid = [
                 record for record in folder.read_metrics() if record["step"] <= last.get(str(record.get("kind")), -1)
             ]
@@ -42,7 +46,10 @@ class Records:
         self._events = EventWriter(self._file, now, first_step + 1 if is_resumed else None)
 
     def add(self, step: int, kind: str, **numbers: Any) -> None:
-        """Add a line; `kind` is train or test. JSON has no infinity and no NaN: such a number is left out."""
+        """Add a line; `kind` is train, validation, test or speed.
+
+        JSON has no infinity and no NaN: such a number is left out.
+        """
         present = {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
         self._write(json.dumps({"step": step, "kind": kind, **present}) + "\n", step, kind, present)
 

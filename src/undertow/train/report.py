@@ -10,15 +10,17 @@ from typing import Any
 import torch
 
 from undertow.api.training import train_step
-from undertow.errors import CallError
+from undertow.errors import CallError, DataError
 from undertow.ir import Plan, format_bytes
 from undertow.report.columns import align, wrap
 from undertow.report.plan_summary import plan_to_dict, print_plan
 from undertow.report.run_curves import Evaluated
 from undertow.report.run_page import RunView, render_run_page
+from undertow.train.batches import Batch, make_empty
 from undertow.train.checkpoint import Checkpoint, Progress
 from undertow.train.config import TrainConfig
-from undertow.train.losses import make_loss
+from undertow.train.initial_weights import freeze
+from undertow.train.objective import Objective
 from undertow.train.optimizing import make_optimizer
 
 
@@ -115,12 +117,18 @@ class RunReport:
         return f"{state} after {self.progress.step} steps{within if self.is_within_budget else ', over its budget'}"
 
     @property
+    def judging(self) -> str:
+        """The data that epochs were judged by."""
+        return "validation" if any(item.get("kind") == "validation" for item in self.metrics) else "test"
+
+    @property
     def tests(self) -> list[Evaluated]:
         """The evaluations that were recorded."""
         return [
             Evaluated(item["step"], item["epoch"], item["train_loss"], item["loss"], item.get("accuracy"))
             for item in self.metrics
-            if item.get("kind") == "test" and all(is_number(item.get(name)) for name in ("epoch", "train_loss", "loss"))
+            if item.get("kind") == self.judging
+            and all(is_number(item.get(name)) for name in ("epoch", "train_loss", "loss"))
         ]
 
 
@@ -135,23 +143,25 @@ def is_number(value: Any) -> bool:
 
 
 def make_report(
-    config: TrainConfig, model: torch.nn.Module, checkpoint: Checkpoint, metrics: Sequence[dict[str, Any]]
+    config: TrainConfig,
+    model: torch.nn.Module,
+    checkpoint: Checkpoint,
+    metrics: Sequence[dict[str, Any]],
+    objective: Objective,
+    device: torch.device,
 ) -> RunReport:
     """Plan the run's step again, for a batch of the recorded shape. No step is run."""
-    if "batch" not in checkpoint.about:
-        raise CallError("the run has not planned a step yet")
-    inputs, targets = (
-        torch.zeros(shape, dtype=getattr(torch, name.removeprefix("torch.")))
-        for shape, name in checkpoint.about["batch"]
-    )
-    preparation = checkpoint.about["data"]["preparation"]
-    is_sequence = preparation is not None and preparation["vocabulary"] is not None
-    model.train()
+    batch = _recorded_batch(checkpoint.about, device)
+    still = freeze(model, config.freeze or ())
+    model.to(device).train()
+    for module in still:
+        module.eval()
     step = train_step(
         model,
-        (inputs,),
-        targets=(targets,),
-        loss=make_loss(config.loss, is_sequence, config.accumulate),
+        batch.args,
+        batch.kwargs,
+        targets=batch.targets,
+        loss=objective.training_loss,
         optimizer=make_optimizer(config, model),
         budget=config.budget,
         clip_norm=config.clip_norm,
@@ -161,3 +171,19 @@ def make_report(
         costs=checkpoint.costs or "measured",
     )
     return RunReport(config, checkpoint.progress, checkpoint.about, metrics, step.plan)
+
+
+def _recorded_batch(about: dict[str, Any], device: torch.device) -> Batch:
+    """A batch of zeros in the recorded form; older runs recorded a pair of tensors."""
+    try:
+        if "call" in about:
+            return make_empty(about["call"], device)
+        if "batch" not in about:
+            raise CallError("the run has not planned a step yet")
+        inputs, targets = (
+            torch.zeros(shape, dtype=getattr(torch, name.removeprefix("torch.")), device=device)
+            for shape, name in about["batch"]
+        )
+        return Batch((inputs,), {}, (targets,))
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DataError(f"the checkpoint is refused: it does not say what a batch is ({error})") from None

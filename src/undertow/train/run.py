@@ -11,8 +11,11 @@ import platform
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,26 +23,50 @@ import torch
 from undertow.api.budgets import parse_budget
 from undertow.api.reports import process_peak_bytes
 from undertow.api.training import TrainStep, train_step
-from undertow.errors import DataError
+from undertow.errors import CallError, DataError
 from undertow.report.columns import wrap
 from undertow.runtime.measure import measure_call
-from undertow.train.checkpoint import Checkpoint, Progress, collect_tensors, restore, save_checkpoint
-from undertow.train.config import TrainConfig
+from undertow.train.averaging import Average
+from undertow.train.batches import Batch
+from undertow.train.callbacks import Callbacks
+from undertow.train.checkpoint import (
+    Checkpoint,
+    Progress,
+    collect_tensors,
+    load_weights,
+    name_weights,
+    restore,
+    save_checkpoint,
+)
+from undertow.train.config import PLATEAU, TrainConfig
+from undertow.train.devices import Batches, choose_device, move_model, out_of_memory
 from undertow.train.diagnosis import check_first_weights, explain_not_finite, has_finite_weights
-from undertow.train.evaluation import Evaluator, check_labels
+from undertow.train.evaluation import Evaluation, Evaluator, check_labels
 from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
+from undertow.train.initial_weights import freeze, load_initial
 from undertow.train.interrupts import REASONS, Interrupts
-from undertow.train.losses import make_loss
-from undertow.train.optimizing import learning_rate, make_optimizer, set_learning_rate
+from undertow.train.objective import Objective
+from undertow.train.optimizing import make_optimizer, set_learning_rates
 from undertow.train.progress import Display, StepView
 from undertow.train.records import Records
+from undertow.train.schedules import PLATEAU_PATIENCE, make_schedule
 from undertow.train.weights import hash_tensors
 from undertow.train.workload import Workload, check_same_data, check_workload
 
-FINISHED, EARLY = "finished", "no lower test loss"
+FINISHED, REACHED, CALLED_OFF = "finished", "the loss is low enough", "ended by a callback"
 MEASURED_STEP = 2  # the first step makes the optimizer's state
 MAX_TIMED_STEPS = 101  # the time of a step is the median of the latest ones
+VALIDATION, TEST = "validation", "test"
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """What a user gave as code beside the model and the data."""
+
+    loss: Any = None
+    metrics: Sequence[tuple[str, Any]] = ()
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks("", {}))
 
 
 @dataclass(frozen=True)
@@ -58,6 +85,10 @@ class TrainResult:
             "final_loss": progress.last_loss,
             "test_loss": progress.test_loss,
             "test_accuracy": progress.test_accuracy,
+            "validation_loss": progress.validation_loss,
+            "validation_accuracy": progress.validation_accuracy,
+            "best_loss": progress.best_loss,
+            "best_epoch": progress.best_epoch,
             "weights_sha256": self.weights_sha256,
             "budget_bytes": self.budget_bytes,
             "predicted_peak_bytes": progress.predicted_peak_bytes,
@@ -74,6 +105,8 @@ class TrainResult:
         accuracy = "" if progress.test_accuracy is None else f", test accuracy {progress.test_accuracy:.2%}"
         loss = "none" if progress.last_loss is None else f"{progress.last_loss:.4f}"
         lines = [f"{progress.stopped} after {progress.step} steps in {progress.seconds:.1f} s: loss {loss}{accuracy}"]
+        if progress.best_epoch is not None:
+            lines.append(f"best after epoch {progress.best_epoch + 1}: loss {progress.best_loss:.4f}; kept as best")
         if progress.measured_peak_bytes is not None:
             budget = "" if self.budget_bytes is None else f", budget {self.budget_bytes:,}"
             lines.append(
@@ -86,24 +119,51 @@ class TrainResult:
 class Run:
     """One run, from its start or from its last checkpoint."""
 
-    def __init__(self, config: TrainConfig, workload: Workload, folder: RunFolder, display: Display) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        workload: Workload,
+        folder: RunFolder,
+        display: Display,
+        device: torch.device,
+        code: UserCode,
+    ) -> None:
         self.config, self.workload, self.folder, self.display = config, workload, folder, display
-        self.optimizer = make_optimizer(config, workload.model)
-        self.budget_bytes = None if config.budget is None else parse_budget(config.budget, workload.model).num_bytes
+        self.device, self.callbacks = device, code.callbacks
+        model = workload.model
+        is_new = not folder.checkpoint_path.exists()
+        self._loaded = load_initial(model, Path(config.init)) if config.init is not None and is_new else None
+        self._still = freeze(model, config.freeze or ())
+        move_model(model, device)
+        self.optimizer = make_optimizer(config, model)
+        self.schedule = make_schedule(config, [float(group["lr"]) for group in self.optimizer.param_groups])
+        self.average = None if config.ema is None else Average(model, config.ema)
+        self.budget_bytes = None if config.budget is None else parse_budget(config.budget, model).num_bytes
+        self.objective = make_objective(config, workload.is_sequence, workload.class_weights, device, code.loss)
         self.feed = Feed(workload.train_loader, config.seed)
-        self.test_feed = Feed(workload.test_loader, config.seed)
-        self.evaluator = Evaluator(workload.model, config.loss, workload.is_sequence)
+        self.judging = TEST if workload.validation_loader is None else VALIDATION
+        self.evaluator = Evaluator(
+            model if self.average is None else self.average.model,
+            self.objective,
+            device,
+            config.numerics,
+            config.metrics or (),
+            code.metrics,
+        )
         self.progress = Progress()
         self.step: TrainStep | None = None
         self._costs: dict[str, tuple[int, int]] = {}
         self._about: dict[str, Any] = {
             "config": config.to_dict(),
             "data": workload.describe(),
-            "environment": describe_environment(),
+            "class_weights": None if workload.class_weights is None else workload.class_weights.tolist(),
+            "environment": describe_environment(device),
         }
         self._records: Records | None = None
         self._num_classes: int | None = None  # None: targets are not labels
         self._step_seconds: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
+        self._is_called_off = False
+        self._rates: list[float] = []
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -121,44 +181,92 @@ class Run:
         checkpoint = self.folder.read_checkpoint()
         check_same_data(checkpoint.about.get("data"), self._about["data"], str(self.folder.path))
         self.restore(checkpoint)
-        if self.progress.stopped in REASONS.values() or not self._is_over():
+        if self.progress.stopped in (*REASONS.values(), CALLED_OFF) or not self._is_over():
             self.progress.stopped = ""
         self.display.say(f"going on after step {self.progress.step} of {self.num_steps}")
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore everything from a checkpoint."""
-        restore(checkpoint, self.workload.model, self.optimizer, str(self.folder.checkpoint_path))
+        what = str(self.folder.checkpoint_path)
+        restore(checkpoint, self.workload.model, self.optimizer, self.device, what)
+        if self.average is not None:
+            self.average.restore(checkpoint.average(), what)
         self.progress = replace(checkpoint.progress)
         self._costs = checkpoint.costs
         self._about = {**checkpoint.about, "config": self.config.to_dict()}
 
     def prepare(self) -> None:
         """Check model and data and plan the step, so that all refusals come before the folder is made."""
+        try:
+            self._prepare()
+        except torch.OutOfMemoryError:
+            raise out_of_memory(self.device, "the step does not fit") from None
+
+    def _prepare(self) -> None:
+        if self._loaded is not None:
+            self.display.say(str(self._loaded))
+            self._about["init"] = self._loaded.to_dict()
         check_first_weights(self.workload.model)
         if not self.batches_per_epoch:
             raise DataError(f"an epoch has {len(self.feed)} batches, an update takes {self.config.accumulate}")
-        batch = next(self.test_feed.batches(0, 0), None)
-        if batch is None:
-            raise DataError("there are no test examples")
-        self._num_classes = check_workload(self.workload, self.evaluator, batch)
+        for part in dict.fromkeys((self.judging, TEST)):
+            raw = next(self._feed_of(part).batches(0, 0), None)
+            if raw is None:
+                raise DataError(f"there are no {part} examples")
+            batch = next(Batches(iter([raw]), self.objective.read, self.device))
+            self._num_classes = check_workload(self.workload, self.evaluator, batch, part)
         if not self.progress.stopped:
-            self._plan(*next(self.feed.batches(self.progress.epoch, 0)))
+            self._plan(next(self.batches(self.progress.epoch, 0)))
+
+    def _feed_of(self, part: str) -> Feed:
+        loader = self.workload.test_loader if part == TEST else self.workload.validation_loader
+        assert loader is not None
+        return Feed(loader, self.config.seed)
+
+    def batches(self, epoch: int, first: int) -> Batches:
+        """The batches of an epoch from number `first` on, with labels that were checked."""
+        steps_before = self.progress.step - self.progress.batch // self.config.accumulate
+        numbers = count(first)
+
+        def read(raw: Any) -> Batch:
+            batch, number = self.objective.read(raw), next(numbers)
+            if self._num_classes is not None:
+                step = steps_before + number // self.config.accumulate + 1
+                check_labels(batch.targets[0], self._num_classes, f"training data, epoch {epoch + 1}, step {step}")
+            return batch
+
+        return Batches(self.feed.batches(epoch, first), read, self.device)
 
     def train(self) -> TrainResult:
         """Train to the end, or until a signal."""
-        self._records = Records(self.folder, self.progress.step, self.progress.test_step == self.progress.step)
+        self._records = Records(self.folder, self.progress)
         try:
             with Interrupts() as interrupts:
                 if not self.folder.checkpoint_path.exists():
                     self.save()
+                self._call("on_start", self.config.to_dict())
                 while not self.progress.stopped:
                     self._advance(interrupts)
                     self.save()
+            if self.progress.stopped not in REASONS.values():
+                self._test_best()
+        except torch.OutOfMemoryError:
+            raise out_of_memory(self.device, "the step does not fit") from None
         finally:
             self._records.close()
             self.display.close()
         weights = hash_tensors(self.workload.model.state_dict())
-        return TrainResult(self.progress, self.budget_bytes, weights, str(self.folder.path))
+        result = TrainResult(self.progress, self.budget_bytes, weights, str(self.folder.path))
+        self.callbacks.call("on_end", result.to_dict())
+        return result
+
+    def _call(self, hook: str, data: dict[str, Any]) -> None:
+        """Call a user's function; the run is saved before its error ends it."""
+        try:
+            self._is_called_off |= self.callbacks.call(hook, data)
+        except CallError:
+            self.save()
+            raise
 
     def _advance(self, interrupts: Interrupts) -> None:
         """Train to the end of an epoch, evaluate after one, or end the run."""
@@ -169,128 +277,219 @@ class Run:
         elif self._is_over():
             if progress.batch:
                 self._evaluate()
-            progress.stopped = EARLY if self._is_stuck() else FINISHED
+                self._note_best()
+            progress.stopped = self._why_over()
         else:
             self._train_epoch(interrupts)
-        progress.stopped = progress.stopped or interrupts.reason
+        progress.stopped = progress.stopped or interrupts.reason or (CALLED_OFF if self._is_called_off else "")
 
     def _is_stuck(self) -> bool:
         return self.config.patience is not None and self.progress.num_worse_epochs >= self.config.patience
 
+    def _has_reached(self) -> bool:
+        """Whether the training loss of the last whole epoch is low enough."""
+        limit, found = self.config.until_loss, self.progress.epoch_loss
+        return limit is not None and found is not None and found <= limit
+
     def _is_over(self) -> bool:
-        return self.progress.step >= self.num_steps or (self.progress.batch == 0 and self._is_stuck())
+        at_start = self.progress.batch == 0
+        return self.progress.step >= self.num_steps or (at_start and (self._is_stuck() or self._has_reached()))
+
+    def _why_over(self) -> str:
+        if self._is_stuck():
+            return f"no lower {self.judging} loss"
+        return REACHED if self._has_reached() else FINISHED
 
     def _train_epoch(self, interrupts: Interrupts) -> None:
         """Train to the end of the epoch or of the run, or until a signal."""
         progress, config = self.progress, self.config
         last_save = progress.step
-        group: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for batch in self.feed.batches(progress.epoch, progress.batch):
-            group.append(batch)
+        batches = self.batches(progress.epoch, progress.batch)
+        while group := [batch for _, batch in zip(range(config.accumulate), batches, strict=False)]:
             if len(group) < config.accumulate:
-                continue
-            self._update(group)
-            group = []
-            if interrupts.reason or progress.step >= self.num_steps or progress.batch == self.batches_per_epoch:
+                break
+            self._update(group, batches)
+            is_ending = interrupts.reason or self._is_called_off
+            if is_ending or progress.step >= self.num_steps or progress.batch == self.batches_per_epoch:
                 return
             if config.save_every is not None and progress.step - last_save >= config.save_every:
                 self.save()
                 last_save = progress.step
         raise DataError(f"the training loader ended after {progress.batch} batches of {len(self.feed)}")
 
-    def _update(self, group: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _update(self, group: list[Batch], batches: Batches) -> None:
         start = time.perf_counter()
-        loss = self.run_batches(group)
+        loss = self.run_batches(group, batches)
         progress = self.progress
         progress.seconds += time.perf_counter() - start
         if not math.isfinite(loss):
             raise explain_not_finite(self, progress.step, f"the loss of step {progress.step} is")
         assert self._records is not None
-        rate = self.optimizer.param_groups[0]["lr"]
-        self._records.add(progress.step, "train", loss=loss, lr=rate, epoch=progress.epoch)
-        num_examples = sum(len(targets) for _, targets in group)
+        num_examples = sum(batch.num_examples for batch in group)
+        progress.num_examples += num_examples
+        record = {"loss": loss, "lr": self._rates[0], "epoch": progress.epoch}
+        if self.step is not None and self.step.gradient_norm is not None:
+            record["gradient_norm"] = self.step.gradient_norm
+        self._records.add(progress.step, "train", **record)
         peak = progress.measured_peak_bytes or progress.predicted_peak_bytes
         view = (progress.step, self.num_steps, progress.epoch, self.config.epochs, loss, num_examples)
         self.display.show(StepView(*view, peak, self.budget_bytes))
+        rate = num_examples / max(time.perf_counter() - start, 1e-9)
+        self._call("on_step", {"step": progress.step, **record, "examples_per_s": rate})
 
-    def run_batches(self, group: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-        """Make one update from the batches of an accumulation; returns the mean of their losses."""
+    def run_batches(self, group: list[Batch], batches: Batches | None = None) -> float:
+        """Make one update from the batches of an accumulation; returns the mean of their losses.
+
+        Of `batches` the next one is fetched before the losses are waited for.
+        """
         progress = self.progress
-        set_learning_rate(self.optimizer, learning_rate(self.config, progress.step, self.num_steps))
+        self._rates = self.schedule.at(progress.step, self.num_steps, progress.num_drops)
+        set_learning_rates(self.optimizer, self._rates)
+        losses = [self._run_batch(batch) for batch in group]
+        if self.average is not None:
+            self.average.update()
+        if batches is not None and progress.batch + len(group) < self.batches_per_epoch:
+            batches.fetch()
         # The loss function has divided each loss already, so the sum is the mean.
-        loss = sum(self._run_batch(inputs, targets) for inputs, targets in group)
+        loss = sum(map(float, losses))
         progress.step += 1
         progress.batch += len(group)
         progress.loss_sum += loss
         progress.last_loss = loss
         return loss
 
-    def _run_batch(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    def _run_batch(self, batch: Batch) -> torch.Tensor:
         step, progress = self.step, self.progress
         assert step is not None
-        if self._num_classes is not None:
-            check_labels(
-                targets, self._num_classes, f"training data, epoch {progress.epoch + 1}, step {progress.step + 1}"
-            )
-        if (
-            progress.step + 1 == MEASURED_STEP
-            or progress.measured_peak_bytes is None
-            and progress.step >= MEASURED_STEP
-        ):
+        is_next = progress.step + 1 == MEASURED_STEP
+        if is_next or (progress.measured_peak_bytes is None and progress.step >= MEASURED_STEP):
             losses: list[torch.Tensor] = []
-            held = step.persistent_tensors()
-            measured = measure_call(lambda: losses.append(step(inputs, targets)), held, (inputs, targets))
-            progress.measured_peak_bytes = max(measured.peak_bytes, progress.measured_peak_bytes or 0)
-            return float(losses[0])
+            held = [*step.persistent_tensors(), *(() if self.average is None else self.average.state().values())]
+            call = measure_call(lambda: losses.append(step(*batch.call, **batch.kwargs)), held, batch.tensors())
+            progress.measured_peak_bytes = max(call.peak_bytes, progress.measured_peak_bytes or 0)
+            return losses[0]
         start = time.perf_counter()
-        loss = float(step(inputs, targets))
+        loss = step(*batch.call, **batch.kwargs)
         if progress.step >= MEASURED_STEP:
+            if loss.is_cuda:
+                float(loss)
             self._step_seconds.append(time.perf_counter() - start)
         return loss
 
-    def _plan(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def train_mode(self) -> None:
+        """The model as it trains: frozen norms keep their statistics."""
+        self.workload.model.train()
+        for module in self._still:
+            module.eval()
+
+    def _plan(self, batch: Batch) -> None:
         start = time.perf_counter()
         config = self.config
-        self.workload.model.train()
+        self.train_mode()
+        held_bytes = 0 if self.average is None else self.average.num_bytes
+        # On a GPU the next batch is there while this one is computed with.
+        held_bytes += sum(tensor.nbytes for tensor in batch.tensors()) if self.device.type == "cuda" else 0
+        if self.budget_bytes is not None and self.budget_bytes <= held_bytes:
+            raise CallError(
+                f"the budget of {self.budget_bytes:,} bytes leaves nothing for the step: the average of the weights "
+                f"and the next batch take {held_bytes:,} bytes"
+            )
         self.step = train_step(
             self.workload.model,
-            (inputs,),
-            targets=(targets,),
-            loss=make_loss(config.loss, self.workload.is_sequence, config.accumulate),
+            batch.args,
+            batch.kwargs,
+            targets=batch.targets,
+            loss=self.objective.training_loss,
             optimizer=self.optimizer,
-            budget=self.budget_bytes,
+            budget=None if self.budget_bytes is None else self.budget_bytes - held_bytes,
             clip_norm=config.clip_norm,
             accumulate=config.accumulate,
             numerics=config.numerics,
             allow_other_bits=config.allow_other_bits,
             costs=self._costs or "measured",
+            gradient_norm=config.gradient_norm,
         )
         self._costs = self.step.costs
-        self.progress.predicted_peak_bytes = self.step.plan.peak_bytes
-        self._about["batch"] = [[list(tensor.shape), str(tensor.dtype)] for tensor in (inputs, targets)]
+        self.progress.predicted_peak_bytes = self.step.plan.peak_bytes + held_bytes
+        self._about["call"] = batch.describe()
         self.display.say(f"planned the step in {time.perf_counter() - start:.1f} s")
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> Evaluation:
+        """Evaluate on the data that epochs are judged by."""
         progress = self.progress
         start = time.perf_counter()
-        found = self.evaluator.evaluate(self.test_feed.batches(0, 0))
+        found = self._evaluate_part(self.judging)
         progress.seconds += time.perf_counter() - start
-        progress.test_step, progress.test_loss, progress.test_accuracy = progress.step, found.loss, found.accuracy
         mean = progress.loss_sum * self.config.accumulate / progress.batch
-        assert self._records is not None
-        self._records.add(
-            progress.step, "test", loss=found.loss, accuracy=found.accuracy, train_loss=mean, epoch=progress.epoch
-        )
+        self._record(found, train_loss=mean)
         self.display.say(f"epoch {progress.epoch + 1}/{self.config.epochs}: training loss {mean:.4f}, {found}")
+        return found
+
+    def _evaluate_part(self, part: str) -> Evaluation:
+        found, progress = self.evaluator.evaluate(self._feed_of(part).batches(0, 0), part), self.progress
+        if part == TEST:
+            progress.test_step, progress.test_loss, progress.test_accuracy = progress.step, found.loss, found.accuracy
+        else:
+            progress.validation_step, progress.validation_loss = progress.step, found.loss
+            progress.validation_accuracy = found.accuracy
+        progress.judged_loss = found.loss if part == self.judging else progress.judged_loss
+        return found
+
+    def _record(self, found: Evaluation, **more: Any) -> None:
+        progress = self.progress
+        assert self._records is not None
+        record = {"loss": found.loss, "accuracy": found.accuracy, **more, "epoch": progress.epoch, **found.numbers}
+        self._records.add(progress.step, found.part, **record)
+        if progress.num_examples:
+            rate = progress.num_examples / max(progress.seconds, 1e-9)
+            self._records.add(progress.step, "speed", examples_per_s=rate, epoch=progress.epoch)
+        self._call("on_evaluation", {"step": progress.step, "kind": found.part, **record, "metrics": found.metrics})
 
     def _end_epoch(self) -> None:
         progress = self.progress
-        assert progress.test_loss is not None
-        if progress.best_loss is None or progress.test_loss < progress.best_loss:
-            progress.best_loss, progress.num_worse_epochs = progress.test_loss, 0
+        if self._note_best():
+            progress.num_worse_epochs = progress.num_worse_since_drop = 0
         else:
             progress.num_worse_epochs += 1
+            progress.num_worse_since_drop += 1
+        if self.config.schedule == PLATEAU:
+            patience = (self.config.schedule_args or {}).get("patience", PLATEAU_PATIENCE)
+            if progress.num_worse_since_drop >= patience:
+                progress.num_drops, progress.num_worse_since_drop = progress.num_drops + 1, 0
+        progress.epoch_loss = progress.loss_sum * self.config.accumulate / progress.batch
         progress.epoch, progress.batch, progress.loss_sum = progress.epoch + 1, 0, 0.0
+        if self.config.keep:
+            self.folder.keep_epoch(self._checkpoint(), self.config.keep)
+
+    def _note_best(self) -> bool:
+        """Keep the weights as the best if they are; returns whether."""
+        progress = self.progress
+        loss = progress.judged_loss
+        assert loss is not None
+        if progress.best_loss is not None and loss >= progress.best_loss:
+            return False
+        progress.best_loss, progress.best_step, progress.best_epoch = loss, progress.step, progress.epoch
+        weights = self._trained_model.state_dict()
+        save_checkpoint(self.folder.best_path, Checkpoint(name_weights(weights), self.progress, self._about))
+        return True
+
+    @property
+    def _trained_model(self) -> torch.nn.Module:
+        """The model that is evaluated and kept."""
+        return self.workload.model if self.average is None else self.average.model
+
+    def _test_best(self) -> None:
+        """After a run that validation data judged: the best weights on the test data, which nothing else has read."""
+        if self.judging == TEST or self.progress.best_step is None or self.progress.test_step == self.progress.step:
+            return
+        model = self._trained_model
+        last = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        load_weights(model, self.folder.read_best().weights(), str(self.folder.best_path))
+        found = self._evaluate_part(TEST)
+        load_weights(model, last, "the run")
+        self._record(found)
+        self.display.say(f"the best weights, of epoch {(self.progress.best_epoch or 0) + 1}: {found}")
+        self.save()
 
     def save(self) -> None:
         """Save a checkpoint, if the weights are finite. Records are flushed first: the checkpoint relies on them."""
@@ -301,17 +500,42 @@ class Run:
         if self._step_seconds:
             self.progress.measured_step_s = statistics.median(self._step_seconds)
         self.progress.process_peak_bytes = process_peak_bytes()
-        tensors = collect_tensors(self.workload.model, self.optimizer)
-        save_checkpoint(self.folder.checkpoint_path, Checkpoint(tensors, self.progress, self._about, self._costs))
+        save_checkpoint(self.folder.checkpoint_path, self._checkpoint())
+
+    def _checkpoint(self) -> Checkpoint:
+        average = {} if self.average is None else self.average.state()
+        tensors = collect_tensors(self.workload.model, self.optimizer, average, self.device)
+        return Checkpoint(tensors, self.progress, self._about, self._costs)
 
 
-def describe_environment() -> dict[str, Any]:
+def make_objective(
+    config: TrainConfig, is_sequence: bool, weights: torch.Tensor | None, device: torch.device, function: Any
+) -> Objective:
+    """The loss of a run; `weights` are those of classes."""
+    return Objective(
+        config.loss,
+        function,
+        tuple(config.targets or ()),
+        is_sequence,
+        config.label_smoothing,
+        None if weights is None else weights.to(device),
+        config.accumulate,
+    )
+
+
+def describe_device(device: torch.device) -> str:
+    """`cpu`, or a GPU by its name: its kernels decide on bits."""
+    return "cpu" if device.type == "cpu" else f"{device.type}: {torch.cuda.get_device_name(device)}"
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
     """What the bits of a run depend on, apart from its config."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "num_threads": torch.get_num_threads(),
+        "device": describe_device(device),
     }
 
 
@@ -319,3 +543,14 @@ def use_same_threads(folder: RunFolder) -> None:
     """Run on as many threads as the run began with: sums round differently on another number of threads."""
     if folder.checkpoint_path.exists():
         torch.set_num_threads(folder.read_checkpoint().about["environment"]["num_threads"])
+
+
+def find_kind(checkpoint: Checkpoint) -> str:
+    """The kind of device that a run was begun on; runs before there was a choice were on the CPU."""
+    return str(checkpoint.about["environment"].get("device", "cpu")).partition(":")[0]
+
+
+def find_same_device(folder: RunFolder, chosen: torch.device) -> torch.device:
+    """The device on which a run goes on: of the kind that it was begun on, since others round differently."""
+    kind = chosen.type if not folder.checkpoint_path.exists() else find_kind(folder.read_checkpoint())
+    return chosen if kind == chosen.type else choose_device(kind)

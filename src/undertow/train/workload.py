@@ -12,6 +12,7 @@ from undertow.data.examples import Arrays, Examples, Source
 from undertow.data.images import Images
 from undertow.data.preparation import DTYPES, Preparation
 from undertow.errors import DataError
+from undertow.train.batches import Batch
 from undertow.train.evaluation import Evaluator, check_labels
 from undertow.train.feeding import make_test_loader, make_train_loader
 
@@ -27,6 +28,8 @@ class Workload:
     test_loader: Iterable[Any]
     preparation: Preparation | None = None
     classes: tuple[str, ...] | None = None
+    validation_loader: Iterable[Any] | None = None
+    class_weights: torch.Tensor | None = None
 
     @property
     def is_sequence(self) -> bool:
@@ -87,12 +90,15 @@ def check_same_data(before: Any, now: dict[str, Any], folder: str) -> None:
         )
 
 
-def check_workload(workload: Workload, evaluator: Evaluator, batch: tuple[torch.Tensor, torch.Tensor]) -> int | None:
+def check_workload(workload: Workload, evaluator: Evaluator, batch: Batch, part: str) -> int | None:
     """Run the model once; returns its number of classes, if any, and raises DataError if targets do not fit."""
-    outputs = evaluator.predict(batch[0])
-    num_classes = evaluator.check_targets(outputs, batch[1], "test data")
-    for loader, what in ((workload.train_loader, "training data"), (workload.test_loader, "test data")):
+    outputs = evaluator.predict(*batch.args, **batch.kwargs)
+    num_classes = evaluator.check_targets(outputs, batch.targets, f"{part} data")
+    loaders = {"training": workload.train_loader, part: workload.test_loader}
+    if part == "validation":
+        loaders[part] = workload.validation_loader or ()
+    for name, loader in loaders.items():
         examples = getattr(loader, "dataset", None)
         if num_classes is not None and isinstance(examples, Examples):
-            check_labels(examples.targets, num_classes, what)
+            check_labels(examples.targets, num_classes, f"{name} data")
     return num_classes
