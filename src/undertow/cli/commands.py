@@ -49,6 +49,7 @@ InputOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU where there is one.")]
 NumericsOption = Annotated[
     str, typer.Option(help="exact; fast: the fastest kernels, within error bounds; bf16: fast, in bfloat16.")
 ]
@@ -109,6 +110,7 @@ def inspect_command(
     model: ModelArgument,
     batch: BatchOption = None,
     inputs: InputOption = None,
+    device: DeviceOption = "auto",
     optimizer: OptimizerOption = None,
     is_json: JsonOption = False,
 ) -> int:
@@ -116,7 +118,7 @@ def inspect_command(
     from undertow.api.inspection import inspect
     from undertow.cli.loading import load, running
 
-    subject = load(model, batch, inputs or [])
+    subject = load(model, batch, inputs or [], device)
     with running(f"{model} on {subject.describe_inputs()}"):
         made = _make_optimizer(optimizer, subject.model)
         result = inspect(subject.model, subject.args, subject.kwargs, optimizer=made)
@@ -150,6 +152,7 @@ def plan_command(
     model: ModelArgument,
     batch: BatchOption = None,
     inputs: InputOption = None,
+    device: DeviceOption = "auto",
     budget: Annotated[
         str | None, typer.Option(help="Peak memory of the step: 4GiB or 4G, 500MB, bytes, or auto: what is free.")
     ] = None,
@@ -174,7 +177,7 @@ def plan_command(
 
     if html is not None:
         check_page(html)
-    subject = load(model, batch, inputs or [])
+    subject = load(model, batch, inputs or [], device)
     title = f"{model} on {subject.describe_inputs()}"
     with running(title):
         made = _make_optimizer(optimizer, subject.model)
@@ -210,6 +213,7 @@ def tune_command(
     model: ModelArgument,
     batch: BatchOption = None,
     inputs: InputOption = None,
+    device: DeviceOption = "auto",
     numerics: NumericsOption = "fast",
     is_json: JsonOption = False,
 ) -> int:
@@ -217,7 +221,7 @@ def tune_command(
     from undertow.api.tuning import tune
     from undertow.cli.loading import load, running
 
-    subject = load(model, batch, inputs or [])
+    subject = load(model, batch, inputs or [], device)
     with running(f"{model} on {subject.describe_inputs()}"):
         result = tune(subject.model, subject.args, subject.kwargs, numerics=numerics)
     print_result(result, is_json)

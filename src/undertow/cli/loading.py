@@ -25,9 +25,10 @@ import torch
 
 from undertow.cli.busy_line import busy_line
 from undertow.errors import CallError, UndertowError
-from undertow.ir.structure import tensors_in
+from undertow.ir.structure import replace_tensors, tensors_in
 from undertow.models import ZOO, ZooModel
 from undertow.record.lazy_modules import refuse_lazy
+from undertow.train.devices import choose_device, move_model
 
 _OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 _MODELS_FOLDER = os.path.join(_OWN_FOLDER, "models") + os.sep
@@ -51,8 +52,16 @@ class Subject:
         return ", ".join(shapes) or "no inputs"
 
 
-def load(name: str, batch: int | None, inputs: list[str]) -> Subject:
-    """The model called `name`, with the given inputs or its own."""
+def load(name: str, batch: int | None, inputs: list[str], device: str = "cpu") -> Subject:
+    """The model called `name`, with the given inputs or its own, on a device."""
+    where = choose_device(device)
+    subject = _load(name, batch, inputs)
+    move_model(subject.model, where)
+    args, kwargs = (replace_tensors(item, lambda tensor: tensor.to(where)) for item in (subject.args, subject.kwargs))
+    return Subject(subject.model, args, kwargs)
+
+
+def _load(name: str, batch: int | None, inputs: list[str]) -> Subject:
     if batch is not None and batch < 1:
         raise CallError(f"--batch {batch}: a batch holds at least one example")
     if batch is not None and inputs:

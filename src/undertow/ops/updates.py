@@ -121,7 +121,7 @@ DELIVER_GRADIENT = register_operation(
 class LaterStep:
     """What the later step of an optimizer works on; `num_calls` counts the calls of the training step.
 
-    `norm` is that of all gradients at the last update, where they were clipped.
+    `norm` is that of all gradients at the last update, where they are clipped: a number that stays.
     """
 
     model: torch.nn.Module
@@ -169,7 +169,9 @@ def _step_afterwards(
         return
     if clip_norm is not None:
         # In the model's order: a norm is a sum, and its last bit depends on the order.
-        later.norm = torch.nn.utils.clip_grad_norm_(later.model.parameters(), clip_norm)
+        norm = torch.nn.utils.clip_grad_norm_(later.model.parameters(), clip_norm)
+        assert later.norm is not None
+        later.norm.copy_(norm)
     later.optimizer.step()
     later.optimizer.zero_grad(set_to_none=True)
 

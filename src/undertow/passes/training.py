@@ -45,7 +45,10 @@ class Training:
     def __post_init__(self) -> None:
         live: dict[str, Any] = {}
         if self.optimizer is not None:
-            live = {OPTIMIZER.name: self.optimizer, LATER_STEP.name: LaterStep(self.model, self.optimizer)}
+            later = LaterStep(self.model, self.optimizer)
+            if self.has_norm or self.clip_norm is not None:
+                later.norm = torch.zeros((), device=next(self.trained()).device)
+            live = {OPTIMIZER.name: self.optimizer, LATER_STEP.name: later}
             if self.has_norm:
                 live[GRADIENT_NORMS.name] = GradientNorms(self.trained())
         object.__setattr__(self, "live", live)
@@ -94,8 +97,11 @@ class Training:
         return None if norm is None else float(norm)
 
     def norm_tensors(self) -> list[torch.Tensor]:
-        """The norms of single gradients, which stay all the time."""
-        return [*self.live[GRADIENT_NORMS.name].found.values()] if GRADIENT_NORMS.name in self.live else []
+        """Norms of gradients, which stay all the time."""
+        if self.updates_inside:
+            return [*self.live[GRADIENT_NORMS.name].found.values()] if self.has_norm else []
+        norm = None if self.optimizer is None else self.live[LATER_STEP.name].norm
+        return [] if norm is None else [norm]
 
     def added_up_bytes(self) -> int:
         """The gradients that stay from call to call."""

@@ -273,7 +273,7 @@ def _check_together(config: TrainConfig, where: str) -> None:
     if config.optimizer != "sgd" and (config.momentum is not None or config.nesterov):
         raise CallError(f"{where}: momentum and nesterov are options of sgd, but the optimizer is {config.optimizer}")
     if config.loss is not None and ":" not in config.loss and config.loss not in (*LOSSES, OWN_LOSS):
-        near = difflib.get_close_matches(config.loss, (*LOSSES, OWN_LOSS), n=1)
+        near = difflib.get_close_matches(config.loss, (*LOSSES, OWN_LOSS), n=1, cutoff=0.5)
         advice = f"did you mean {near[0]}? It " if near else ""
         raise CallError(
             f"{where}: loss {config.loss!r} is not known; {advice}can be {', '.join((*LOSSES, OWN_LOSS))}, or "

@@ -40,11 +40,15 @@ class Evaluation:
         """The metrics that are single numbers."""
         return {name: value for name, value in self.metrics.items() if isinstance(value, float)}
 
-    def __str__(self) -> str:
+    @property
+    def line(self) -> str:
+        """All single numbers in a line."""
         accuracy = "" if self.accuracy is None else f", accuracy {self.accuracy:.2%}"
         shown = "".join(f", {name} {value:.4g}" for name, value in self.numbers.items())
-        line = f"{self.part} loss {self.loss:.4f}{accuracy}{shown} ({self.num_examples:,} examples)"
-        return "\n".join([*_matrix_lines(self.metrics.get("confusion")), line])
+        return f"{self.part} loss {self.loss:.4f}{accuracy}{shown} ({self.num_examples:,} examples)"
+
+    def __str__(self) -> str:
+        return "\n".join([*_matrix_lines(self.metrics.get("confusion")), self.line])
 
 
 def _matrix_lines(matrix: list[list[int]] | None) -> list[str]:

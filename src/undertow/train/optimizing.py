@@ -21,7 +21,8 @@ NORMS = (
     torch.nn.RMSNorm,
     torch.nn.LocalResponseNorm,
 )
-BASES = (torch.optim.Optimizer, torch.optim.SparseAdam)  # no optimizers of dense gradients
+# Not for a planned step: one takes sparse gradients, the other runs the model again.
+LEFT_OUT = (torch.optim.Optimizer, torch.optim.SparseAdam, torch.optim.LBFGS)
 
 
 def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -71,7 +72,7 @@ def find_optimizer(name: str) -> type[Any]:
     classes = {
         item.lower(): kind
         for item, kind in vars(torch.optim).items()
-        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind not in BASES
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind not in LEFT_OUT
     }
     if name not in classes:
         raise CallError(f"there is no optimizer {name!r}; torch.optim has {', '.join(sorted(classes))}")

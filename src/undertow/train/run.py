@@ -23,7 +23,7 @@ import torch
 from undertow.api.budgets import parse_budget
 from undertow.api.reports import process_peak_bytes
 from undertow.api.training import TrainStep, train_step
-from undertow.errors import CallError, DataError
+from undertow.errors import CallError, DataError, UndertowError
 from undertow.report.columns import wrap
 from undertow.runtime.measure import measure_call
 from undertow.train.averaging import Average
@@ -276,8 +276,7 @@ class Run:
             self._end_epoch()
         elif self._is_over():
             if progress.batch:
-                self._evaluate()
-                self._note_best()
+                self._evaluate()  # a part of an epoch is not judged: a run that goes on would not have stopped here
             progress.stopped = self._why_over()
         else:
             self._train_epoch(interrupts)
@@ -418,11 +417,15 @@ class Run:
         """Evaluate on the data that epochs are judged by."""
         progress = self.progress
         start = time.perf_counter()
-        found = self._evaluate_part(self.judging)
+        try:
+            found = self._evaluate_part(self.judging)
+        except UndertowError:  # such as a user's metric that fails: the epoch must not be lost with it
+            self.save()
+            raise
         progress.seconds += time.perf_counter() - start
         mean = progress.loss_sum * self.config.accumulate / progress.batch
         self._record(found, train_loss=mean)
-        self.display.say(f"epoch {progress.epoch + 1}/{self.config.epochs}: training loss {mean:.4f}, {found}")
+        self.display.say(f"epoch {progress.epoch + 1}/{self.config.epochs}: training loss {mean:.4f}, {found.line}")
         return found
 
     def _evaluate_part(self, part: str) -> Evaluation:
@@ -488,7 +491,7 @@ class Run:
         found = self._evaluate_part(TEST)
         load_weights(model, last, "the run")
         self._record(found)
-        self.display.say(f"the best weights, of epoch {(self.progress.best_epoch or 0) + 1}: {found}")
+        self.display.say(f"the best weights, of epoch {(self.progress.best_epoch or 0) + 1}: {found.line}")
         self.save()
 
     def save(self) -> None:
