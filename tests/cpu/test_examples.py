@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from undertow.cli import main
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -30,6 +32,15 @@ def test_the_plain_loop_learns():
         assert load("plain_loop").main() > 0.9
 
 
+def test_callbacks_that_track_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "lenet5", "--epochs", "1", "--batch", "64", "--out", "a"]
+    with torch.random.fork_rng(devices=[]):
+        assert main([*words, "--callbacks", str(EXAMPLES / "callbacks.py")]) == 0
+    rows = (tmp_path / "tracked.csv").read_text().splitlines()
+    assert rows[0].startswith("step,kind,loss") and rows[-1].startswith("22,test,") and len(rows) == 1 + 22 + 1
+
+
 def test_every_example_is_tested():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"transformers_trainer", "lightning_module", "plain_loop"}
+    assert names == {"transformers_trainer", "lightning_module", "plain_loop", "callbacks"}

@@ -286,6 +286,32 @@ def test_prefixes_that_one_side_has(tmp_path, prefix):
     assert load_initial(plain, tmp_path / "outer.safetensors").num_loaded == 4
 
 
+def test_a_network_of_timm_from_its_own_file(capsys):
+    timm = pytest.importorskip("timm", reason="timm needs torchvision, which has no build for the CPU alone")
+    Path("networks.py").write_text(
+        "import timm\ndef make(): return timm.create_model('resnet18', num_classes=10, in_chans=1)\n"
+    )
+    source = timm.create_model("resnet18", num_classes=3, in_chans=1)
+    safetensors.torch.save_file(source.state_dict(), "w.safetensors")
+    words = [
+        "train",
+        "networks.py:make",
+        "--data",
+        "digits",
+        "--max-steps",
+        "2",
+        "--out",
+        "a",
+        "--init",
+        "w.safetensors",
+    ]
+    code, _, err = run(capsys, *words, "--freeze", "layer1.*,bn1.*")
+    assert code == 0 and "2 of another shape, left as made: fc.weight" in err
+    weights = RunFolder(Path("a")).read_checkpoint().weights()
+    kept = [name for name, item in source.state_dict().items() if name.startswith(("layer1", "bn1"))]
+    assert all(torch.equal(weights[name], source.state_dict()[name]) for name in kept)
+
+
 def test_freezing_takes_out_of_training():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     still = freeze(model, ["0.*", "1.*"])
