@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from undertow.data.preparation import Change, Preparation, Wanted, shape_images
 from undertow.data.sizes import check_claim
 from undertow.data.splitting import split_test
 from undertow.data.tables import class_names, import_pyarrow, read_parts
-from undertow.data.text import cut_text
+from undertow.data.text import Stretches, cut_text, encode
 from undertow.errors import DataError
 
 INPUT_NAMES = ("image", "img", "images", "pixel_values", "x", "text")
@@ -40,7 +41,8 @@ def open_tables(
     for name, part in parts.items():
         _check_columns(part, f"{path} ({name})", [column for column in (inputs, target) if column is not None])
     if target is None:
-        return cut_text(_read_text(whole.column(inputs), f"{path}: {inputs}"), str(path), wanted, vocabulary)
+        texts = {name: _read_text(part.column(inputs), f"{path}: {inputs}") for name, part in parts.items()}
+        return _open_text(texts, str(path), wanted, vocabulary)
     targets = {name: _read_targets(part.column(target), f"{path}: {target} ({name})") for name, part in parts.items()}
     is_image = _is_image(whole.schema.field(inputs).type)
     make = _make_images if is_image else _make_arrays
@@ -48,11 +50,7 @@ def open_tables(
         name: make(part.column(inputs), f"{path}: {inputs} ({name})", targets[name]) for name, part in parts.items()
     }
     if "test" not in made:
-        rest = made.pop("whole" if "whole" in made else "train")
-        made |= {
-            name: Subset(rest, indices)
-            for name, indices in zip(("train", "test"), split_test(rest.targets), strict=True)
-        }
+        made["train"], made["test"] = split_test(made.pop("whole" if "whole" in made else "train"))
     for name, examples in made.items():
         if not len(examples):
             raise DataError(f"{path} has too few examples: none for {name}")
@@ -63,6 +61,18 @@ def open_tables(
     has_pixels = is_image or len(preparation.shape) == 3
     classes = class_names(whole, target)
     return Source(made["train"], made["test"], preparation, classes, made.get("validation"), has_pixels, size_note)
+
+
+def _open_text(texts: dict[str, str], what: str, wanted: Wanted | None, vocabulary: str | None) -> Source:
+    """Each part as stretches; without a test part, the end of the text is one."""
+    vocabulary = vocabulary or "".join(sorted(set().union(*texts.values())))
+    source = cut_text(texts["whole"] if "whole" in texts else texts["train"], what, wanted, vocabulary)
+    (length,) = source.preparation.shape
+    made = {name: Stretches(encode(text, vocabulary, what), length, vocabulary) for name, text in texts.items()}
+    if short := [name for name, part in made.items() if not len(part)]:
+        raise DataError(f"{what}: the text of {short[0]} is too short for stretches of {length} characters")
+    source = replace(source, validation=made.get("validation"))
+    return replace(source, train=made["train"], test=made["test"]) if "test" in made else source
 
 
 def _make_arrays(column: Any, what: str, targets: torch.Tensor) -> Examples:

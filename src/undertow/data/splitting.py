@@ -29,18 +29,18 @@ def split_validation(examples: Examples, share: float, seed: int, what: str) -> 
         chosen = order[len(examples) - num_validation :]
     else:
         chosen = choose_fairly(examples, num_validation, _derive_seed(seed))
+    return _divide(examples, chosen)
+
+
+def split_test(examples: Examples) -> tuple[Examples, Examples]:
+    """Training and test examples, 80 to 20, the same every time."""
+    return _divide(examples, choose_fairly(examples, int(len(examples) * TEST_SHARE), SPLIT_SEED))
+
+
+def _divide(examples: Examples, chosen: torch.Tensor) -> tuple[Examples, Examples]:
     is_chosen = torch.zeros(len(examples), dtype=torch.bool)
     is_chosen[chosen] = True
     return Subset(examples, (~is_chosen).nonzero()[:, 0]), Subset(examples, is_chosen.nonzero()[:, 0])
-
-
-def split_test(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of training and test examples, 80 to 20, the same every time, each class in both."""
-    num_test = int(len(targets) * TEST_SHARE)
-    chosen = choose_by_class(targets, num_test, SPLIT_SEED)
-    is_chosen = torch.zeros(len(targets), dtype=torch.bool)
-    is_chosen[chosen] = True
-    return (~is_chosen).nonzero()[:, 0], is_chosen.nonzero()[:, 0]
 
 
 def has_labels(examples: Examples) -> bool:
