@@ -248,10 +248,10 @@ def test_without_pyarrow(tmp_path, monkeypatch):
 
 
 def test_a_large_folder_is_listed_once(tmp_path, monkeypatch):
-    # 20,000 names: a look at each of them beyond the listing itself would show in the number of calls.
+    # A look at each file beyond the listing itself would show in the number of calls.
     for label in range(4):
         (tmp_path / f"{label}").mkdir()
-        for index in range(5000):
+        for index in range(500):
             (tmp_path / f"{label}" / f"{index:04}.png").touch()
     stats = []
     monkeypatch.setattr(
@@ -259,5 +259,5 @@ def test_a_large_folder_is_listed_once(tmp_path, monkeypatch):
     )
     monkeypatch.setattr("undertow.data.images.decode_image", lambda path: torch.zeros(3, 6, 5))
     source = open_image_folder(tmp_path, (3, 6, 5))
-    assert len(source.train) + len(source.test) == 20_000 and len(stats) < 100
-    assert len(list_images(tmp_path / "0")) == 5000
+    assert len(source.train) + len(source.test) == 2000 and len(stats) < 100
+    assert len(list_images(tmp_path / "0")) == 500

@@ -79,6 +79,11 @@ def _begin_worker(index: int) -> None:
     os.setpgid(0, 0)
 
 
+def _context(num_workers: int) -> str | None:
+    """A forked worker shares the examples with its parent; a process that is started gets a copy of them."""
+    return "fork" if num_workers else None
+
+
 def make_train_loader(examples: Examples, batch: int, num_workers: int = 0) -> Loader:
     """Batches to train on. Workers stay for the whole run: they have no state that a batch depends on."""
     order = EpochOrder(len(examples), batch, isinstance(examples, Augmented))
@@ -88,6 +93,7 @@ def make_train_loader(examples: Examples, batch: int, num_workers: int = 0) -> L
         collate_fn=_unchanged,
         num_workers=num_workers,
         worker_init_fn=_begin_worker,
+        multiprocessing_context=_context(num_workers),
         persistent_workers=num_workers > 0,
     )
 
@@ -95,7 +101,12 @@ def make_train_loader(examples: Examples, batch: int, num_workers: int = 0) -> L
 def make_test_loader(examples: Examples, batch: int, num_workers: int = 0) -> Loader:
     """Every example once, in order. Workers end with the last batch: two sets of them would hold memory for both."""
     return Loader(
-        examples, batch_size=batch, collate_fn=_unchanged, num_workers=num_workers, worker_init_fn=_begin_worker
+        examples,
+        batch_size=batch,
+        collate_fn=_unchanged,
+        num_workers=num_workers,
+        worker_init_fn=_begin_worker,
+        multiprocessing_context=_context(num_workers),
     )
 
 
