@@ -141,7 +141,14 @@ def test_a_config_of_before_has_none_of_the_options(capsys):
     Path("a/config.json").write_text(json.dumps(config))
     assert finish(capsys, "train", "--resume", "a", "--max-steps", "1000", "--json") == whole
     refuse(
-        capsys, 2, "was started without augment, but now 'flip' is given", "train", "--resume", "a", "--augment", "flip"
+        capsys,
+        2,
+        "was started without augment, but now ['flip'] is given",
+        "train",
+        "--resume",
+        "a",
+        "--augment",
+        "flip",
     )
 
 
