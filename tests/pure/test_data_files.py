@@ -121,7 +121,7 @@ def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match="holds no known data"):
         open_data(str(tmp_path / "empty"), None)
     (tmp_path / "data.csv").write_text("1,2")
-    with pytest.raises(DataError, match=r"ends in \.npz or \.txt"):
+    with pytest.raises(DataError, match=r"ends in \.npz, \.txt"):
         open_data(str(tmp_path / "data.csv"), None)
 
 

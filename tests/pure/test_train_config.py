@@ -28,7 +28,7 @@ def test_a_config_survives_json():
 
 WRONG = {
     "momentm": ({"momentm": 0.9}, "no option 'momentm'; did you mean momentum?"),
-    "nothing near": ({"zzz": 1}, "there are model, data, loss"),
+    "nothing near": ({"zzz": 1}, "there are model, data, columns"),
     "type": ({"lr": "fast"}, "lr must be a number"),
     "not finite": ({"lr": "nan"}, "lr must be a number"),
     "whole": ({"epochs": 2.5}, "epochs must be a whole number, got 2.5"),

@@ -118,6 +118,7 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
             folder.check_can_be_made()
         code = load_user_code(settings)
         workload = load_workload(settings)
+        stack.callback(workload.close)
         if is_resumed:
             report_code(settings.model, settings.data, settings.loss, *(settings.metric or ()))
         run = Run(settings, workload, folder, make_display(), device, code)

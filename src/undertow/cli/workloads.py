@@ -6,7 +6,7 @@ import inspect
 import random
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,20 @@ import numpy
 import torch
 
 from undertow.cli.loading import call, describe, find_function, find_in_zoo, load_module, make_model, resolve
-from undertow.data.examples import Arrays
-from undertow.data.images import Images
-from undertow.data.opening import open_data
+from undertow.data.balancing import balance
+from undertow.data.examples import Source
+from undertow.data.opening import adapt, open_data
+from undertow.data.options import (
+    BALANCED,
+    check_augment,
+    check_columns,
+    parse_class_weights,
+    parse_image_size,
+    parse_normalise,
+    parse_validation,
+)
 from undertow.data.preparation import Preparation
+from undertow.data.tables import SUFFIXES
 from undertow.errors import CallError, DataError
 from undertow.train.callbacks import find_callbacks
 from undertow.train.checkpoint import Checkpoint, load_weights
@@ -33,29 +43,95 @@ from undertow.train.workload import Workload, make_workload
 
 def load_workload(config: TrainConfig) -> Workload:
     """The model and the data of a run. The seed is set just before each is made."""
+    check_augment(config.augment or ())
+    if config.columns is not None:
+        check_columns(config.columns)
+    weights = None if config.class_weights is None else parse_class_weights(config.class_weights)
     if ":" in config.data:
-        train_loader, test_loader = _make_loaders(config.data, config.seed)
-        return Workload(_build(config, None, False), train_loader, test_loader)
-    source = open_data(config.data, _wanted_shape(config))
+        _refuse_for_loaders(config)
+        train_loader, validation_loader, test_loader = _make_loaders(config.data, config.seed)
+        given = None if weights is None else torch.tensor(weights)
+        return Workload(
+            _build(config, None, False),
+            train_loader,
+            test_loader,
+            validation_loader=validation_loader,
+            class_weights=given,
+        )
+    source = open_data(
+        config.data,
+        _wanted_shape(config),
+        columns=config.columns,
+        validation=None if config.validation is None else parse_validation(config.validation),
+        seed=config.seed,
+        statistics=None if config.normalise is None else parse_normalise(config.normalise),
+    )
+    if source.size_note:
+        print(source.size_note, file=sys.stderr)
     model = _build(config, source.classes, source.preparation.vocabulary is not None)
     batch = len(source.train) if config.batch == ALL else int(config.batch)
-    return make_workload(model, source, batch)
+    return make_workload(
+        model,
+        source,
+        batch,
+        augment=config.augment or (),
+        num_workers=config.workers,
+        class_weights=None if config.class_weights is None else _weigh(source, weights),
+    )
 
 
-def _make_loaders(name: str, seed: int) -> tuple[Any, Any]:
+def _refuse_for_loaders(config: TrainConfig) -> None:
+    """Raise CallError for an option that loaders of the user's own cannot follow."""
+    for name in ("columns", "image_size", "normalise", "augment", "validation", "workers"):
+        if getattr(config, name):
+            advice = "return three loaders: training, validation, test" if name == "validation" else "do it there"
+            raise CallError(
+                f"--{name.replace('_', '-')} is not for loaders of your own, which {config.data} makes: {advice}"
+            )
+    if config.class_weights == BALANCED:
+        raise CallError(f"--class-weights balanced would have to read all of {config.data}: give one number per class")
+
+
+def _weigh(source: Source, weights: tuple[float, ...] | None) -> torch.Tensor:
+    """One weight per class: the given ones, or for `balanced` the inverse of how often a class occurs in training."""
+    num_classes = None if source.classes is None else len(source.classes)
+    if weights is None:
+        return balance(source.train, num_classes)
+    if num_classes is not None and len(weights) != num_classes:
+        raise DataError(f"--class-weights gives {len(weights)} numbers, but the data has {num_classes} classes")
+    return torch.tensor(weights)
+
+
+def _make_loaders(name: str, seed: int) -> tuple[Any, Any, Any]:
+    """The user's loaders for training, validation (None if there are two) and test."""
     module, module_name, attribute = resolve(name)
     _seed(seed)
     made = call(module, module_name, attribute, "a training and a test loader")
-    is_pair = isinstance(made, tuple | list) and len(made) == 2
-    if not is_pair or not all(hasattr(loader, "__iter__") and hasattr(loader, "__len__") for loader in made):
+    is_known = isinstance(made, tuple | list) and len(made) in (2, 3)
+    if not is_known or not all(hasattr(loader, "__iter__") and hasattr(loader, "__len__") for loader in made):
         raise CallError(
             f"{attribute}() in {module_name} returned {describe(made)}: it must return a training and a test loader, "
-            f"each with a length"
+            f"or a training, a validation and a test loader, each with a length"
         )
-    return made[0], made[1]
+    if len(made) == 3 and not len(made[1]):
+        raise DataError(f"{attribute}() in {module_name}: the validation loader has no batches")
+    return made[0], made[1] if len(made) == 3 else None, made[-1]
 
 
-def _wanted_shape(config: TrainConfig) -> tuple[int, ...] | None:
+def _wanted_shape(config: TrainConfig) -> tuple[int | None, ...] | None:
+    """The shape of one input: the model's, in the image size that was asked for; None if nothing says one."""
+    taken = _taken_shape(config)
+    if config.image_size is None:
+        return taken
+    size = parse_image_size(config.image_size)
+    if taken is not None and len(taken) != 3:
+        raise CallError(
+            f"--image-size {config.image_size}: {config.model} takes inputs of shape {list(taken)}, not images"
+        )
+    return (None if taken is None else taken[0], *size)
+
+
+def _taken_shape(config: TrainConfig) -> tuple[int, ...] | None:
     """The shape of one input of the model; None if the model gives no example."""
     if ":" not in config.model:
         return tuple(find_in_zoo(config.model).example_inputs(1)[0].shape[1:])
@@ -172,17 +248,16 @@ def load_trained(run: str, device: str | None, is_last: bool = False, epoch: int
 def load_test_batches(trained: Trained, name: str) -> Iterable[Any]:
     """The test data called `name`, prepared as the run's own data was."""
     if ":" in name:
-        loader = _make_loaders(name, trained.config.seed)[1]
+        loader = _make_loaders(name, trained.config.seed)[2]
         report_code(name)
         return loader
     if trained.preparation is None:
         raise CallError(f"the run was trained on your own loaders; give --data file.py:factory, not {name}")
-    source = open_data(name, trained.preparation.shape, trained.preparation.vocabulary)
+    is_own = name == trained.config.data
+    columns = trained.config.columns if is_own or Path(name).suffix in SUFFIXES else None
+    source = open_data(name, trained.preparation.shape, trained.preparation.vocabulary, columns=columns)
     if source.classes is not None and trained.classes is not None and source.classes != trained.classes:
         raise DataError(f"{name} has the classes {', '.join(source.classes)}; the run has {', '.join(trained.classes)}")
-    if isinstance(source.test, Arrays | Images):
-        # The format of an image gives the largest value of a pixel; an array is taken to have the run's own.
-        scale = trained.preparation.scale if name.endswith(".npz") else source.preparation.scale
-        source.test.preparation = replace(trained.preparation, scale=scale)
+    source.test.prepare_as(adapt(trained.preparation, source, name))
     batch = len(source.test) if trained.config.batch == ALL else int(trained.config.batch)
     return make_test_loader(source.test, batch)

@@ -5,13 +5,12 @@ In: its folder. Out: images with labels. A file holds only records: a label byte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from undertow.data.examples import Arrays, Source
-from undertow.data.preparation import fit_images
+from undertow.data.preparation import Wanted, shape_images
 from undertow.data.sizes import check_claim, file_bytes
 from undertow.errors import DataError
 
@@ -26,12 +25,12 @@ def is_cifar_folder(folder: Path) -> bool:
     return any((folder / name).exists() for name in (*TRAIN_FILES, TEST_FILE))
 
 
-def open_cifar_folder(folder: Path, wanted: Sequence[int] | None) -> Source:
+def open_cifar_folder(folder: Path, wanted: Wanted | None) -> Source:
     """The images with their labels."""
     parts = [read_records(folder / name) for name in TRAIN_FILES]
     images, labels = (torch.cat(pair) for pair in zip(*parts, strict=True))
     test_images, test_labels = read_records(folder / TEST_FILE)
-    preparation = fit_images(str(folder), images, 255.0, wanted)
+    preparation = shape_images(str(folder), images.shape[1:], 255.0, wanted)
     train, test = Arrays(images, labels, preparation), Arrays(test_images, test_labels, preparation)
     return Source(train, test, preparation, CLASSES)
 

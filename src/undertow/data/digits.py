@@ -4,17 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from undertow.data.examples import Arrays, Source, split_fixed
-from undertow.data.preparation import fit_images
+from undertow.data.preparation import Wanted, shape_images
 
 SCALE = 16.0  # the largest value of a pixel
 
 
-def open_digits(wanted: Sequence[int] | None) -> Source:
+def open_digits(wanted: Wanted | None) -> Source:
     """The digits with their labels."""
     from sklearn.datasets import load_digits  # this import takes a second
 
@@ -22,7 +20,7 @@ def open_digits(wanted: Sequence[int] | None) -> Source:
     images = torch.from_numpy(data.images.astype("uint8")).unsqueeze(1)
     labels = torch.from_numpy(data.target.astype("int64"))
     train, test = split_fixed(len(images))
-    preparation = fit_images("digits", images[train], SCALE, wanted)
+    preparation = shape_images("digits", images.shape[1:], SCALE, wanted)
     return Source(
         Arrays(images[train], labels[train], preparation),
         Arrays(images[test], labels[test], preparation),

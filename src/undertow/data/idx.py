@@ -10,14 +10,13 @@ import gzip
 import math
 import struct
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
 from undertow.data.examples import Arrays, Source, check_pair
-from undertow.data.preparation import fit_images
+from undertow.data.preparation import Wanted, shape_images
 from undertow.data.sizes import check_claim, file_bytes
 from undertow.errors import DataError
 
@@ -35,14 +34,14 @@ def is_idx_folder(folder: Path) -> bool:
     return any(_find(folder, stem, dims) is not None for stem, dims in PARTS.values())
 
 
-def open_idx_folder(folder: Path, wanted: Sequence[int] | None) -> Source:
+def open_idx_folder(folder: Path, wanted: Wanted | None) -> Source:
     """The images with their labels."""
     found = {name: _read_part(folder, name) for name in PARTS}
     images, test_images = (found[name].unsqueeze(1) for name in ("training images", "test images"))
     labels, test_labels = (found[name].long() for name in ("training labels", "test labels"))
     check_pair(f"{folder} (training)", len(images), len(labels))
     check_pair(f"{folder} (test)", len(test_images), len(test_labels))
-    preparation = fit_images(str(folder), images, 255.0, wanted)
+    preparation = shape_images(str(folder), images.shape[1:], 255.0, wanted)
     train, test = Arrays(images, labels, preparation), Arrays(test_images, test_labels, preparation)
     return Source(train, test, preparation, classes=None)
 

@@ -11,14 +11,13 @@ import math
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
 import torch
 
 from undertow.data.examples import Arrays, Source, check_pair, split_fixed
-from undertow.data.preparation import Preparation, fit_images
+from undertow.data.preparation import Preparation, Wanted, shape_images
 from undertow.data.sizes import check_claim, file_bytes
 from undertow.errors import DataError
 
@@ -39,7 +38,7 @@ UNREADABLE = (
 MAX_REASON = 200  # characters; numpy quotes a header that it cannot parse
 
 
-def open_npz(path: Path, wanted: Sequence[int] | None) -> Source:
+def open_npz(path: Path, wanted: Wanted | None) -> Source:
     """Training and test examples of a file."""
     arrays = read_npz(path)
     if all(name in arrays for name in SPLIT_NAMES):
@@ -58,7 +57,7 @@ def open_npz(path: Path, wanted: Sequence[int] | None) -> Source:
     x_train, x_test = as_examples(x_train), as_examples(x_test)
     preparation = prepare_arrays(str(path), x_train, wanted)
     train, test = (Arrays(x, _as_targets(y), preparation) for x, y in ((x_train, y_train), (x_test, y_test)))
-    return Source(train, test, preparation, classes=None)
+    return Source(train, test, preparation, classes=None, has_pixels=x_train.dim() == 4)
 
 
 def read_npz(path: Path) -> dict[str, torch.Tensor]:
@@ -77,11 +76,16 @@ def read_npz(path: Path) -> dict[str, torch.Tensor]:
             raise DataError(
                 f"{path}: {name} is {array.dtype} of shape {list(array.shape)}; it must hold rows of real numbers"
             )
-        if array.is_floating_point() and not bool((finite := array.isfinite()).all()):
-            index = (~finite).nonzero()[0].tolist()
-            place, value = ",".join(map(str, index)), float(array[tuple(index)])
-            raise DataError(f"{path}: {name}[{place}] is {value}, not a finite number; mend or leave out that example")
+        check_finite(f"{path}: {name}", array)
     return found
+
+
+def check_finite(what: str, array: torch.Tensor) -> None:
+    """Raise DataError that names the first number that is not finite."""
+    if array.is_floating_point() and not bool((finite := array.isfinite()).all()):
+        index = (~finite).nonzero()[0].tolist()
+        place, value = ",".join(map(str, index)), float(array[tuple(index)])
+        raise DataError(f"{what}[{place}] is {value}, not a finite number; mend or leave out that example")
 
 
 def _check_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, size: int) -> None:
@@ -107,11 +111,14 @@ def as_examples(array: torch.Tensor) -> torch.Tensor:
     return array
 
 
-def prepare_arrays(what: str, examples: torch.Tensor, wanted: Sequence[int] | None) -> Preparation:
-    """The preparation of an array: images are normalised and resized, other numbers are not."""
+def prepare_arrays(what: str, examples: torch.Tensor, wanted: Wanted | None) -> Preparation:
+    """The preparation of an array: images get the wanted size, other numbers only another shape."""
+    stored = examples.shape[1:]
     if examples.dim() == 4:
-        return fit_images(what, examples, 255.0 if examples.dtype == torch.uint8 else 1.0, wanted)
-    shape = tuple(wanted) if wanted is not None else tuple(examples.shape[1:])
+        return shape_images(what, stored, 255.0 if examples.dtype == torch.uint8 else 1.0, wanted)
+    if wanted is not None and None in wanted:
+        raise DataError(f"{what} holds no images, which --image-size is for")
+    shape = tuple(map(int, wanted)) if wanted is not None else tuple(stored)  # type: ignore[arg-type]
     if math.prod(shape) != math.prod(examples.shape[1:]):
         raise DataError(f"{what}: the model takes inputs of shape {list(shape)}, found {list(examples.shape[1:])}")
     return Preparation(shape)

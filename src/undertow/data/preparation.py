@@ -7,7 +7,7 @@ A preparation is plain data, stored with a run, so that a new input can be prepa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,9 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+# From resized images to augmented ones, and the shape that a model takes: None for as many channels as there are.
+Change = Callable[[torch.Tensor], torch.Tensor]
+Wanted = Sequence[int | None]
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 
 
@@ -37,11 +40,21 @@ class Preparation:
     vocabulary: str | None = None
     dtype: str = "float32"
 
-    def __call__(self, stored: torch.Tensor) -> torch.Tensor:
-        """Prepare a batch."""
+    @property
+    def is_image(self) -> bool:
+        """Whether inputs are images: channels, height, width."""
+        return len(self.shape) == 3
+
+    def __call__(self, stored: torch.Tensor, change: Change | None = None) -> torch.Tensor:
+        """Prepare a batch. `change` augments it before it is normalised."""
         if self.vocabulary is not None:
             return stored.long()
-        return self.cast(self._normalise(self.resize(stored.float() / self.scale)))
+        resized = self.resize(stored.float() / self.scale)
+        return self.finish(resized if change is None else change(resized))
+
+    def finish(self, resized: torch.Tensor) -> torch.Tensor:
+        """Normalise a batch that has its scale and size."""
+        return self.cast(self._normalise(resized))
 
     def cast(self, numbers: torch.Tensor) -> torch.Tensor:
         """Floating-point numbers in the model's type; labels unchanged."""
@@ -85,29 +98,31 @@ class Preparation:
         return preparation
 
 
-def fit_images(what: str, stored: torch.Tensor, scale: float, wanted: Sequence[int] | None) -> Preparation:
-    """The preparation of images (count, channels, height, width) for a model that takes `wanted`.
-
-    Mean and deviation of each channel come from a sample of the images, at equal distances.
-    """
-    channels, *size = stored.shape[1:]
-    if not stored[0].numel():
+def shape_images(what: str, stored: Sequence[int], scale: float, wanted: Wanted | None) -> Preparation:
+    """How images of the shape `stored` (channels, height, width) get the shape `wanted`; nothing is normalised yet."""
+    channels, *size = stored
+    if not math.prod(stored):
         raise DataError(f"{what}: images of shape {[channels, *size]} have no pixels")
-    shape = tuple(wanted) if wanted is not None else (channels, *size)
-    if len(shape) == 1 and shape[0] == stored[0].numel():
-        return _measure(Preparation(shape, scale), stored, is_image=False)
-    if len(shape) != 3 or shape[0] not in (1, channels) and channels != 1:
+    given = tuple(wanted) if wanted is not None else (channels, *size)
+    shape = tuple(channels if length is None else length for length in given)
+    is_flat = len(shape) == 1 and shape[0] == math.prod(stored)
+    if not is_flat and (len(shape) != 3 or shape[0] not in (1, channels) and channels != 1):
         raise DataError(
             f"{what}: the model takes inputs of shape {list(shape)}, and images of shape {[channels, *size]} "
             f"cannot be converted to it"
         )
-    return _measure(Preparation(shape, scale), stored, is_image=True)
+    return Preparation(shape, scale)
 
 
-def _measure(preparation: Preparation, stored: torch.Tensor, is_image: bool) -> Preparation:
-    sample = stored[:: max(len(stored) // SAMPLE_SIZE, 1)][:SAMPLE_SIZE]
-    resized = preparation.resize(sample.float() / preparation.scale).double()
-    dims = (0, 2, 3) if is_image else (0, 1)
-    mean, std = resized.mean(dims).reshape(-1), resized.std(dims).reshape(-1)
+def measure_statistics(preparation: Preparation, sample: torch.Tensor) -> Preparation:
+    """With mean and deviation of each channel of a sample; of all numbers together where images become vectors."""
+    numbers = sample.double()
+    dims = (0, 2, 3) if preparation.is_image else (0, 1)
+    mean, std = numbers.mean(dims).reshape(-1), numbers.std(dims).reshape(-1)
     std = torch.where(std > 0, std, torch.ones_like(std))
     return replace(preparation, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
+
+
+def choose_sample(num_examples: int) -> list[int]:
+    """The indices of the examples that give mean and deviation, at equal distances."""
+    return list(range(0, num_examples, max(num_examples // SAMPLE_SIZE, 1)))[:SAMPLE_SIZE]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from undertow.errors import DataError
@@ -13,13 +14,13 @@ MAX_BYTES = 16 << 30  # of one array in memory
 MAX_DEFLATE_RATIO = 1032
 
 
-def file_bytes(path: Path) -> int:
+def file_bytes(path: Path | str) -> int:
     """The size of a file; raises DataError if there is none."""
     try:
         found = os.stat(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
-    if not path.is_file():
+    if not stat.S_ISREG(found.st_mode):
         raise DataError(f"{path} is not a file")
     return found.st_size
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from undertow.data.examples import Examples, Source, hash_rows
-from undertow.data.preparation import Preparation
+from undertow.data.examples import Batch, Examples, Source, hash_rows
+from undertow.data.preparation import Change, Preparation, Wanted
 from undertow.data.sizes import file_bytes
 from undertow.errors import DataError
 
@@ -21,17 +21,22 @@ TRAIN_SHARE = 0.9
 DEFAULT_LENGTH = 64
 
 
-def open_text(path: Path, wanted: Sequence[int] | None, vocabulary: str | None = None) -> Source:
+def open_text(path: Path, wanted: Wanted | None, vocabulary: str | None = None) -> Source:
     """Stretches of the model's length; without a vocabulary, the text's characters are it."""
-    text = read_text(path)
-    (length,) = wanted if wanted is not None and len(wanted) == 1 else (DEFAULT_LENGTH,)
+    return cut_text(read_text(path), str(path), wanted, vocabulary)
+
+
+def cut_text(text: str, what: str, wanted: Wanted | None, vocabulary: str | None) -> Source:
+    """A text as stretches to train on and to test on."""
+    length = wanted[0] if wanted is not None and len(wanted) == 1 and wanted[0] is not None else DEFAULT_LENGTH
     vocabulary = vocabulary or "".join(sorted(set(text)))
-    tokens = encode(text, vocabulary, str(path))
+    tokens = encode(text, vocabulary, what)
     middle = int(len(tokens) * TRAIN_SHARE)
     parts = [Stretches(part, length, vocabulary) for part in (tokens[:middle], tokens[middle:])]
     if not all(len(part) for part in parts):
-        raise DataError(f"{path} has {len(tokens):,} characters, too few for stretches of {length} to train and test")
-    return Source(parts[0], parts[1], Preparation((length,), vocabulary=vocabulary), tuple(vocabulary))
+        raise DataError(f"{what} has {len(tokens):,} characters, too few for stretches of {length} to train and test")
+    preparation = Preparation((length,), vocabulary=vocabulary)
+    return Source(parts[0], parts[1], preparation, tuple(vocabulary), has_pixels=False)
 
 
 def read_text(path: Path) -> str:
@@ -66,9 +71,12 @@ class Stretches(Examples):
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def fetch(self, indices: Sequence[int], change: Change | None = None) -> Batch:
         chosen = torch.as_tensor(indices)
         return self._inputs[chosen], self.targets[chosen]
+
+    def prepare_as(self, preparation: Preparation) -> None:
+        """Characters are numbers already."""
 
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{hash_rows(self.tokens)} {self.vocabulary}".encode()).hexdigest()

@@ -56,7 +56,11 @@ CHANGEABLE = (
     "metric",
     "callbacks",
     "gradient_norm",
+    "workers",
 )
+
+# In a config file these may be a number, and class weights a list.
+NUMBERS_AS_TEXT = ("budget", "image_size", "validation")
 
 
 def _option(
@@ -71,7 +75,18 @@ class TrainConfig:
     """The options of a run. Every field but `model` has a default; its `metadata` is for the command line."""
 
     model: str = _option("", "A zoo name (vgg_small), file.py:factory or package.module:factory.")
-    data: str = _option("digits", "digits, a folder, a .npz or .txt file, or file.py:factory returning two loaders.")
+    data: str = _option(
+        "digits", "digits, a folder, a .npz, .txt, .parquet or .arrow file, or file.py:factory returning loaders."
+    )
+    columns: list[str] | None = _option(None, "Columns of inputs and targets in a table: image,label.")
+    image_size: str | None = _option(None, "Size of images: 224, or height x width: 224x160.")
+    normalise: str | None = _option(
+        None, "Mean/deviation per channel: 0.5,0.5,0.5/0.2,0.2,0.2; by default those of the training images."
+    )
+    augment: list[str] | None = _option(None, "Changes of training images, by commas: crop, flip, jitter.")
+    validation: str | None = _option(None, "A share of the training examples, such as 0.1, or other data.")
+    class_weights: str | None = _option(None, "Weights of classes in the loss: balanced, or 1,2.5,1.")
+    workers: int = _option(0, "Processes that read and change examples.", least=0)
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU where there is one.")
     init: str | None = _option(None, "Begin with the weights of a safetensors file that fit; the others are listed.")
     freeze: list[str] | None = _option(None, "Parameters that are not trained: patterns such as features.*, by commas.")
@@ -204,8 +219,10 @@ def _convert(item: Any, value: Any, where: str) -> Any:
     if expected is float and isinstance(value, int | str) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
             value = float(value)  # YAML reads 1e-3 as a string
-    if item.name == "budget" and isinstance(value, int) and not isinstance(value, bool):
+    if item.name in NUMBERS_AS_TEXT and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
+    if item.name == "class_weights" and isinstance(value, list):
+        value = ",".join(map(str, value))
     if word is not None and value == word:
         return value
     if type(value) is not expected or (expected is float and not math.isfinite(value)):

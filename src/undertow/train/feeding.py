@@ -2,11 +2,13 @@
 
 All draws made for batches (an order, an augmentation) come from generators that are seeded for the epoch. The
 generators that the model draws from are left alone. So two numbers, epoch and batch, say where a run is in its data.
+Workers only read and change examples; the order, and a seed for each example, come from the process that trains.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,38 +16,98 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
+
+from undertow.data.augmentation import Augmented, Draw
+from undertow.data.examples import Examples
+from undertow.errors import DataError
+
+MAX_DRAW_SEED = 2**63 - 1
 
 
-class EpochOrder(Sampler[list[int]]):
-    """Batches of indices, shuffled again in every epoch. The last batch is left out if it is incomplete."""
+class EpochOrder(Sampler[list[Any]]):
+    """Batches of indices, or of draws, shuffled again in every epoch. The last batch is left out if incomplete.
 
-    def __init__(self, num_examples: int, batch: int) -> None:
-        self.num_examples, self.batch = num_examples, batch
-        self.first = 0
+    `epoch_seed` and `first` say which epoch, and from which batch on. The order follows from them alone, not from any
+    process's generator, so workers may live on into the next epoch.
+    """
+
+    def __init__(self, num_examples: int, batch: int, is_drawing: bool) -> None:
+        self.num_examples, self.batch, self.is_drawing = num_examples, batch, is_drawing
+        self.first, self.epoch_seed = 0, 0
 
     def __len__(self) -> int:
         return self.num_examples // self.batch
 
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(self.num_examples).tolist()
+    def __iter__(self) -> Iterator[list[Any]]:
+        generator = torch.Generator().manual_seed(self.epoch_seed)
+        # A DataLoader used to draw this number before the order was drawn, and runs begun then must go on.
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        order: list[Any] = torch.randperm(self.num_examples, generator=generator).tolist()
+        if self.is_drawing:
+            seeds = torch.randint(MAX_DRAW_SEED, (self.num_examples,), generator=generator).tolist()
+            order = [Draw(*pair) for pair in zip(order, seeds, strict=True)]
         for index in range(self.first, len(self)):
             yield order[index * self.batch : (index + 1) * self.batch]
+
+
+class Loader(DataLoader[Any]):
+    """Batches of Examples. What a worker could not read is raised here as it was, in one line."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return map(_raise_error, super().__iter__())
+
+    def close(self) -> None:
+        """End workers that wait for the next epoch."""
+        if self._iterator is not None:
+            self._iterator._shutdown_workers()  # type: ignore[attr-defined]
+            self._iterator = None
+
+
+def _raise_error(batch: Any) -> Any:
+    if isinstance(batch, DataError):
+        raise batch
+    return batch
 
 
 def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def make_train_loader(examples: Dataset[Any], batch: int) -> DataLoader[Any]:
-    """Batches to train on."""
-    order = EpochOrder(len(examples), batch)  # type: ignore[arg-type]
-    return DataLoader(examples, batch_sampler=order, collate_fn=_unchanged)
+def _begin_worker(index: int) -> None:
+    # A Ctrl-C or a SIGTERM for the whole group would end the worker before its parent has saved the run.
+    os.setpgid(0, 0)
 
 
-def make_test_loader(examples: Dataset[Any], batch: int) -> DataLoader[Any]:
-    """Every example once, in order."""
-    return DataLoader(examples, batch_size=batch, collate_fn=_unchanged)
+def _context(num_workers: int) -> str | None:
+    """A forked worker shares the examples with its parent; a process that is started gets a copy of them."""
+    return "fork" if num_workers else None
+
+
+def make_train_loader(examples: Examples, batch: int, num_workers: int = 0) -> Loader:
+    """Batches to train on. Workers stay for the whole run: they have no state that a batch depends on."""
+    order = EpochOrder(len(examples), batch, isinstance(examples, Augmented))
+    return Loader(
+        examples,
+        batch_sampler=order,
+        collate_fn=_unchanged,
+        num_workers=num_workers,
+        worker_init_fn=_begin_worker,
+        multiprocessing_context=_context(num_workers),
+        persistent_workers=num_workers > 0,
+    )
+
+
+def make_test_loader(examples: Examples, batch: int, num_workers: int = 0) -> Loader:
+    """Every example once, in order. Workers end with the last batch: two sets of them would hold memory for both."""
+    return Loader(
+        examples,
+        batch_size=batch,
+        collate_fn=_unchanged,
+        num_workers=num_workers,
+        worker_init_fn=_begin_worker,
+        multiprocessing_context=_context(num_workers),
+    )
 
 
 class Feed:
@@ -64,11 +126,12 @@ class Feed:
         num_skipped = first
         if isinstance(order, EpochOrder):
             order.first, num_skipped = first, 0
+            order.epoch_seed = _derive_seed(self.seed, epoch)
         for owner in (self.loader, getattr(self.loader, "sampler", None)):
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(_derive_seed(self.seed, epoch))
-        if getattr(self.loader, "persistent_workers", False):
+        if getattr(self.loader, "persistent_workers", False) and not isinstance(order, EpochOrder):
             # Workers would draw on from where the last epoch left them, and a resumed run has not seen that epoch.
             self.loader._iterator = None  # type: ignore[attr-defined]
         with _drawing_from(states):

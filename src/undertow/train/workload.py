@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from undertow.data.examples import Arrays, Examples, Source
-from undertow.data.images import Images
+from undertow.data.augmentation import Augmentation, Augmented
+from undertow.data.examples import Examples, Source
+from undertow.data.opening import set_preparation
 from undertow.data.preparation import DTYPES, Preparation
+from undertow.data.splitting import has_labels
 from undertow.errors import DataError
 from undertow.train.batches import Batch
 from undertow.train.evaluation import Evaluator, check_labels
-from undertow.train.feeding import make_test_loader, make_train_loader
+from undertow.train.feeding import Loader, make_test_loader, make_train_loader
 
 NUM_DIGITS = 16  # of a hash; nobody forges data to match it
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its data. `preparation` and `classes` are None where the user's factory made the loaders."""
+    """A model and its data. `preparation` and `classes` are None where the user's factory made the loaders.
+
+    `validation_loader` is None where there is no such part, `class_weights` where all classes count alike.
+    """
 
     model: torch.nn.Module
     train_loader: Iterable[Any]
@@ -41,20 +46,50 @@ class Workload:
         return {
             "preparation": None if self.preparation is None else self.preparation.to_dict(),
             "classes": None if self.classes is None else list(self.classes),
-            "fingerprint": _fingerprint("training", self.train_loader) | _fingerprint("test", self.test_loader),
+            "fingerprint": {
+                name: value
+                for what, loader in self.loaders().items()
+                for name, value in _fingerprint(what, loader).items()
+            },
         }
 
+    def loaders(self) -> dict[str, Iterable[Any]]:
+        """The loaders that there are, by their names."""
+        found = {"training": self.train_loader, "test": self.test_loader}
+        return found if self.validation_loader is None else {**found, "validation": self.validation_loader}
 
-def make_workload(model: torch.nn.Module, source: Source, batch: int) -> Workload:
+    def close(self) -> None:
+        """End the loaders' workers."""
+        for loader in self.loaders().values():
+            if isinstance(loader, Loader):
+                loader.close()
+
+
+def make_workload(
+    model: torch.nn.Module,
+    source: Source,
+    batch: int,
+    *,
+    augment: Sequence[str] = (),
+    num_workers: int = 0,
+    class_weights: torch.Tensor | None = None,
+) -> Workload:
     """A model with the examples of a source; raises DataError if they are fewer than a batch."""
     if len(source.train) < batch:
         raise DataError(f"there are {len(source.train)} training examples, fewer than a batch of {batch}")
-    preparation = replace(source.preparation, dtype=_find_dtype(model))
-    for examples in (source.train, source.test):
-        if isinstance(examples, Arrays | Images):
-            examples.preparation = preparation
-    loaders = make_train_loader(source.train, batch), make_test_loader(source.test, batch)
-    return Workload(model, *loaders, preparation, source.classes)
+    source = set_preparation(source, replace(source.preparation, dtype=_find_dtype(model)))
+    train = source.train
+    if augment:
+        train = Augmented(train, Augmentation(augment, source.preparation))
+    return Workload(
+        model,
+        make_train_loader(train, batch, num_workers),
+        make_test_loader(source.test, batch, num_workers),
+        source.preparation,
+        source.classes,
+        None if source.validation is None else make_test_loader(source.validation, batch, num_workers),
+        class_weights,
+    )
 
 
 def _find_dtype(model: torch.nn.Module) -> str:
@@ -94,11 +129,23 @@ def check_workload(workload: Workload, evaluator: Evaluator, batch: Batch, part:
     """Run the model once; returns its number of classes, if any, and raises DataError if targets do not fit."""
     outputs = evaluator.predict(*batch.args, **batch.kwargs)
     num_classes = evaluator.check_targets(outputs, batch.targets, f"{part} data")
-    loaders = {"training": workload.train_loader, part: workload.test_loader}
-    if part == "validation":
-        loaders[part] = workload.validation_loader or ()
-    for name, loader in loaders.items():
+    weights = workload.class_weights
+    if weights is not None and len(weights) != num_classes:
+        what = "takes no labels" if num_classes is None else f"has {num_classes} outputs"
+        raise DataError(f"there are {len(weights)} class weights, but the model {what}: one is needed for each output")
+    for name, loader in workload.loaders().items():
         examples = getattr(loader, "dataset", None)
         if num_classes is not None and isinstance(examples, Examples):
             check_labels(examples.targets, num_classes, f"{name} data")
+            if name == "training":
+                _check_several_classes(examples, workload.classes)
     return num_classes
+
+
+def _check_several_classes(examples: Examples, classes: Sequence[str] | None) -> None:
+    if has_labels(examples) and len(found := examples.targets.unique()) == 1:
+        label = int(found[0])
+        name = classes[label] if classes is not None and 0 <= label < len(classes) else label
+        raise DataError(
+            f"all {len(examples):,} training examples have the class {name!r}: there is nothing to tell apart"
+        )
