@@ -127,5 +127,7 @@ def test_a_container_without_room_for_the_libraries_is_told_in_one_line(monkeypa
 
 
 def test_free_memory_is_known_before_pytorch_is_imported():
-    code = "import sys; from undertow.free_memory import find_free_memory as find; find(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from undertow.free_memory import find_free_memory as find; find(); print('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
