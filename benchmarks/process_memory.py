@@ -4,6 +4,8 @@ Each step runs in a process of its own: first free of limits, to see by how much
 before planning; then in control groups of several sizes, to see which of them it survives. The budget in a container is
 "auto". The limit of a control group is on memory and swap together. Needs the right to make control groups.
 
+What it costs to keep to the process's memory: the same plan also runs without returning free memory ("memory kept").
+
 Usage: scripts/bench process_memory [--models resnet50:16,unet:4] [--limits 1500,2000,3000] [--out F]
 """
 
@@ -50,6 +52,9 @@ if budget == "eager":
         optimizer.zero_grad()
 else:
     import undertow as ut
+    from undertow.runtime import step as running
+    if sys.argv[5] == "kept":
+        running.rooms_of = lambda plan: {}
     step = ut.train_step(model, args, targets=targets, loss=zoo.loss, optimizer=optimizer, budget=budget)
     about = {"budget_mib": step.plan.budget_bytes >> 20, "predicted_mib": step.plan.peak_bytes >> 20}
 times = []
@@ -62,10 +67,10 @@ print(json.dumps(about | {"grown_mib": resident("VmHWM") - before >> 20, "before
 """
 
 
-def run(model: str, budget: str, limit_mib: int | None = None) -> dict[str, Any]:
+def run(model: str, budget: str, limit_mib: int | None = None, memory: str = "returned") -> dict[str, Any]:
     """What the process reported; `{"killed": ...}` where the system ended it."""
     name, _, batch = model.partition(":")
-    command = [sys.executable, "-c", STEP, name, batch, budget, str(NUM_STEPS)]
+    command = [sys.executable, "-c", STEP, name, batch, budget, str(NUM_STEPS), memory]
     start = time.perf_counter()
     with Group(limit_mib) as group:
         done = subprocess.run(command, capture_output=True, text=True, preexec_fn=group.enter)
@@ -116,9 +121,10 @@ def main() -> None:
         rows.append({"model": model, "how": "eager", "limit_mib": None} | eager)
         print(rows[-1], flush=True)
         for share in SHARES:
-            found = run(model, f"{int(eager['grown_mib'] * share)}MiB")
-            rows.append({"model": model, "how": "budget", "limit_mib": None} | found)
-            print(rows[-1], flush=True)
+            for how, memory in (("budget", "returned"), ("budget, memory kept", "kept")):
+                found = run(model, f"{int(eager['grown_mib'] * share)}MiB", memory=memory)
+                rows.append({"model": model, "how": how, "limit_mib": None} | found)
+                print(rows[-1], flush=True)
         for limit_mib in map(int, options.limits.split(",")):
             for how in ("eager", "auto"):
                 rows.append({"model": model, "how": how, "limit_mib": limit_mib} | run(model, how, limit_mib))

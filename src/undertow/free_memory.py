@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # asked before PyTorch is imported, too: there may be no room for it
+    import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60  # containers without a limit give a number beyond this
@@ -28,6 +30,8 @@ class FreeMemory:
 def find_free_memory(device: torch.device | None = None) -> FreeMemory:
     """What is free on the device, or for this process where none is given or it is the CPU."""
     if device is not None and device.type == "cuda":
+        import torch
+
         free_bytes, limit_bytes = torch.cuda.mem_get_info(device)
         return FreeMemory(free_bytes, limit_bytes, torch.cuda.get_device_name(device))
     return min([_machine(), *_containers()], key=lambda found: found.free_bytes)

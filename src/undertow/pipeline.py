@@ -27,9 +27,10 @@ from undertow import rules as rules
 from undertow.alternatives.registry import find_alternatives
 from undertow.autodiff.backward import differentiate
 from undertow.costs.compiling import compile_apart
-from undertow.costs.table import find_costs
+from undertow.costs.table import find_costs, find_workspaces
 from undertow.doing import doing
 from undertow.errors import CallError, PlanError
+from undertow.free_memory import find_free_memory
 from undertow.ir import Node, Plan, Program
 from undertow.ir.check_plan import check_plan
 from undertow.ir.cleaning import forget_unread, remove_unused
@@ -37,7 +38,8 @@ from undertow.ir.cost import Cost, signature
 from undertow.ir.plan import Outcome
 from undertow.ir.saving import SavedPlan
 from undertow.ir.structure import Slot
-from undertow.memory.tables import make_plan
+from undertow.memory.destinations import assumed_workspace
+from undertow.memory.tables import make_plan, with_costs
 from undertow.ops.interpret import NO_LIVE
 from undertow.passes.batch_norm_folding import fold_batch_norms
 from undertow.passes.choose import choose_kernels
@@ -55,8 +57,8 @@ from undertow.record.capture import Captured, capture
 from undertow.record.losses import find_loss
 from undertow.record.precision import with_precision
 from undertow.report.refusal import refuse_budget
-from undertow.runtime.cuda_graphs import is_for_graph, with_graph_memory
-from undertow.runtime.held import held_bytes
+from undertow.runtime.cuda_graphs import GRAPH_EXTRA, is_for_graph, with_graph_memory, without_graph_memory
+from undertow.runtime.held import THERE_BEFORE, held_bytes
 from undertow.runtime.step import Pattern, Step
 from undertow.terms import CostSource, Numerics, Preference, Terms
 
@@ -181,7 +183,10 @@ def plan_step(request: Request, captured: Captured, pattern: Pattern) -> Plan:
     """The checked plan of a step. Without a budget nothing is searched: operations run as they were derived."""
     if request.terms.budget_bytes is not None:
         return search_plan(request, captured, pattern)[0]
-    program = derive(request, captured.program, pattern)
+    return _plan_as_derived(request, derive(request, captured.program, pattern))
+
+
+def _plan_as_derived(request: Request, program: Program) -> Plan:
     plan = make_plan(
         program,
         held=find_held(request, program),
@@ -189,6 +194,30 @@ def plan_step(request: Request, captured: Captured, pattern: Pattern) -> Plan:
         notes=_notes(request, program),
     )
     return check_plan(with_graph_memory(plan) if is_for_graph(plan) else plan)
+
+
+def count_workspaces(request: Request, plan: Plan, live: Mapping[str, Any]) -> Plan:
+    """The plan of a step without a budget, with what kernels take for themselves; measured now, since somebody asks.
+
+    It stays as it is where nothing is to be measured, or where the step may not fit into what is free.
+    """
+    if plan.has_measured_costs or plan.budget_bytes is not None or request.terms.costs is CostSource.MODEL:
+        return plan
+    device = next((value.tensor_type.device for node in plan.nodes for value in node.named_outputs), None)
+    most = with_costs(plan, [Cost(0, assumed_workspace(node)) for node in plan.nodes])
+    if most.peak_bytes - sum(plan.held.get(name, 0) for name in THERE_BEFORE) > find_free_memory(device).free_bytes:
+        return plan
+    with doing("measuring what kernels take for themselves"):
+        cost_of = find_workspaces(plan.nodes, request.terms, live)
+    return _count(plan, cost_of, True)
+
+
+def _count(plan: Plan, cost_of: Callable[[Node], Cost], is_measured: bool) -> Plan:
+    """The same plan with costs."""
+    is_graph = GRAPH_EXTRA in plan.held
+    counted = with_costs(without_graph_memory(plan), [cost_of(node) for node in plan.nodes])
+    counted = with_graph_memory(counted) if is_graph else counted
+    return check_plan(replace(counted, has_measured_costs=is_measured))
 
 
 def search_plan(request: Request, captured: Captured, pattern: Pattern) -> tuple[Plan, Planner]:
@@ -209,6 +238,9 @@ def search_plan(request: Request, captured: Captured, pattern: Pattern) -> tuple
             notes = (*_notes(request, program), NEAR_NOTE)
             return check_plan(replace(_leave_room_for_graph(near, plan), notes=notes)), near
         planner, smaller = find_planner(request, program, live), None
+        if terms.budget_bytes is None:  # then operations run as they were derived
+            plan = _count(_plan_as_derived(request, program), planner.cost_of, planner.has_measured_costs)
+            return planner.with_bound(plan, sum(plan.tables.duration_ns)), planner
         plan, notes = planner.plan_within(terms.budget_bytes), _notes(request, program)
         if plan is None and terms.numerics is not Numerics.EXACT:
             other = derive_by(preference=Preference.WORKSPACE)

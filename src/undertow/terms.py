@@ -38,7 +38,7 @@ class Preference(StrEnum):
 
 @dataclass(frozen=True)
 class Terms:
-    """What a plan must respect. Without a budget nothing is searched and nothing is measured.
+    """What a plan must respect. Without a budget nothing is searched, and nothing is measured before somebody asks.
 
     `table` holds the measured costs that plans are made from; costs that are already in it are not measured again.
     """

@@ -10,6 +10,7 @@ import torch
 
 import undertow
 from undertow.cli import main
+from undertow.free_memory import FreeMemory
 from undertow.models import ZOO
 
 
@@ -112,3 +113,21 @@ def test_a_missing_library_is_one_line():
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr == "undertow: safetensors is not installed, and Undertow needs it: pip install safetensors\n"
+
+
+def test_a_container_without_room_for_the_libraries_is_told_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "undertow.cli.about_commands.find_free_memory", lambda: FreeMemory(100 << 20, 150 << 20, "the container")
+    )
+    assert main(["plan", "lenet5", "--quick"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert "take 224 MiB, and 100 MiB of 150 MiB are free in the container" in said.err
+    assert main(["--version"]) == 0
+
+
+def test_free_memory_is_known_before_pytorch_is_imported():
+    code = (
+        "import sys; from undertow.free_memory import find_free_memory as find; find(); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import undertow as ut
+from undertow.api.reports import report_plan
 from undertow.costs.usage import unwatched, watch_memory
+from undertow.free_memory import FreeMemory
 from undertow.runtime.measure import measure_call
 
 
@@ -260,3 +262,62 @@ def test_two_arguments_in_one_memory_count_as_they_are_planned():
     step = ut.train_step(Sum(), (x, x[:1]), budget="1MiB")
     assert step.plan.held["batch"] == x.nbytes + x[:1].nbytes
     assert ut.measure(step, x, x[:1]).peak_bytes == step.plan.peak_bytes
+
+
+class Sequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.recurrent, self.output = nn.LSTM(32, 48, num_layers=2), nn.Linear(48, 8)
+
+    def forward(self, x):
+        return self.output(self.recurrent(x)[0][-1])
+
+
+# With a workspace of kernels at the peak: by convolutions, by a recurrent layer, by an optimizer that steps afterwards.
+WITH_WORKSPACE = {
+    "convolutions": (
+        nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 24, 5), nn.Flatten()),
+        (8, 3, 40, 40),
+        {},
+    ),
+    "a recurrent layer": (Sequence(), (20, 16, 32), {}),
+    "clipping": (nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64)), (16, 64), {"clip_norm": 1.0}),
+}
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).square().mean()
+
+
+@pytest.mark.parametrize("name", WITH_WORKSPACE)
+def test_the_peak_is_predicted_without_a_budget_too(name):
+    """Never below what is measured, and above it by no more than what an optimizer's step and buffers leave open."""
+    model, sizes, options = WITH_WORKSPACE[name]
+    x = torch.randn(sizes)
+    optimizer = torch.optim.Adam(model.parameters())
+    step = ut.train_step(WithLoss(model), (x,), optimizer=optimizer, **options)
+    for planned in (step, ut.plan(WithLoss(model), (x,))):
+        assert max(planned.plan.tables.workspace_bytes) > 0
+        assert "not counted" not in str(planned.plan)
+        assert 0.995 * planned.plan.peak_bytes <= ut.measure(planned, x).peak_bytes <= planned.plan.peak_bytes
+
+
+def test_the_report_without_a_budget_is_of_the_step_that_runs():
+    model = nn.Sequential(nn.Conv2d(1, 20, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(20, 50, 5), nn.Flatten())
+    x = torch.randn(32, 1, 28, 28)
+    report = report_plan(model, (x,))
+    assert 0 <= report.plan.peak_bytes - report.measured.peak_bytes <= model(x).nbytes
+    assert report.plan.peak_bytes == ut.plan(model, (x,)).plan.peak_bytes
+    assert 0 < report.plan.lower_bound_us <= report.plan.step_us
+
+
+def test_nothing_is_run_to_predict_a_peak_that_does_not_fit(monkeypatch):
+    monkeypatch.setattr("undertow.pipeline.find_free_memory", lambda device: FreeMemory(1 << 10, 1 << 30, "here"))
+    monkeypatch.setattr("undertow.pipeline.find_workspaces", None)
+    plan = ut.plan(nn.Conv2d(3, 8, 3), (torch.randn(2, 3, 16, 16),)).plan
+    assert "(kernels' workspace not counted)" in str(plan)

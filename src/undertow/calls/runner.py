@@ -13,6 +13,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from undertow.ir.structure import fill_slots, list_tensors, structure_key, tenso
 from undertow.ops.interpret import run_node
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import GuardMiss
-from undertow.pipeline import Request, differentiable_outputs, expected_pattern, make_step, record
+from undertow.pipeline import Request, count_workspaces, differentiable_outputs, expected_pattern, make_step, record
 from undertow.record.capture import Captured
 from undertow.record.origins import place_of
 from undertow.record.python_state import state_put_back
@@ -65,6 +66,7 @@ class Variant:
         self.pattern = expected_pattern(request, captured)
         self.share = 0.0  # how many of the latest calls took this path
         self._steps: dict[Pattern, Step] = {}
+        self._counted: dict[Step, Plan] = {}
         self.places: dict[Step, _Places] = {}
 
     def step(self) -> Step:
@@ -82,6 +84,15 @@ class Variant:
                     self.planning_s += took_s
                     self._announce(took_s)
         return self._steps[pattern]
+
+    def describe(self) -> Plan:
+        """The plan of the step that is expected, with what its kernels take for themselves."""
+        step = self.step()
+        if step not in self._counted:
+            with _PLANNING, unwatched():
+                live = {**self.captured.live, **self._request.live}
+                self._counted[step] = count_workspaces(self._request, step.plan, live)
+        return replace(self._counted[step], notes=step.describe().notes)
 
     def _announce(self, took_s: float) -> None:
         """Say that a step was planned; aloud where it was not the first one and took long."""
@@ -176,7 +187,7 @@ class Runner:
     def plan(self) -> Plan:
         """The plan of the step that was last prepared or run; a call that was refused leaves it as it was."""
         assert self._last is not None
-        return self._last.step().describe()
+        return self._last.describe()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The model's parameters as the last call found them; asking the model itself takes longer."""

@@ -11,6 +11,12 @@ import typer
 import undertow
 from undertow.cli.exits import DONE
 from undertow.cli.printing import print_data, print_result
+from undertow.errors import CallError
+from undertow.free_memory import find_free_memory
+
+# What a process has after importing all that `undertow plan` needs, less what it has before; measured without files,
+# which the system may drop, with the build of PyTorch 2.13 for CPUs. Builds for GPUs take more.
+LIBRARIES_BYTES = 224 << 20
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -29,12 +35,23 @@ def _print_version(is_wanted: bool) -> None:
         raise typer.Exit(DONE)
 
 
+def _check_room() -> None:
+    """Raise CallError where libraries alone take more than is free: the system would end the command without a word."""
+    free = find_free_memory()
+    if free.free_bytes < LIBRARIES_BYTES:
+        raise CallError(
+            f"PyTorch and the other libraries take {LIBRARIES_BYTES >> 20} MiB, and {free.free_bytes >> 20} MiB of "
+            f"{free.limit_bytes >> 20} MiB are free in {free.where}; give it more"
+        )
+
+
 def about(
     is_version_wanted: Annotated[
         bool, typer.Option("--version", help="Show Undertow's version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Training with an explicit backward pass."""
+    _check_room()
 
 
 def models_command(is_json: JsonOption = False) -> int:

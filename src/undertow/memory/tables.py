@@ -6,7 +6,7 @@ here: the offsets of values in the arena, and how much the arena may add to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +80,25 @@ def make_plan(
     )
 
 
+def with_costs(plan: Plan, costs: Sequence[Cost]) -> Plan:
+    """The same plan with costs that were not known when it was made: what runs, and where, stays as it is."""
+    tables, lifetimes = plan.tables, find_lifetimes(plan.program)
+    held = {name: size for name, size in plan.held.items() if name != ARENA_GAPS}
+    tables = replace(
+        tables,
+        workspace_bytes=tuple(cost.workspace_bytes for cost in costs),
+        duration_ns=tuple(cost.duration_ns for cost in costs),
+    )
+    inside = {root for root in lifetimes.born if tables.offsets[tables.storage[root]] is not None}
+    live_bytes = _live_bytes(tables, plan.program, lifetimes, sum(held.values()))
+    in_arena = _live_bytes(replace(tables, workspace_bytes=(0,) * len(costs)), plan.program, lifetimes, 0, inside)
+    most_outside = max((live - placed for live, placed in zip(live_bytes, in_arena, strict=True)), default=0)
+    gap_bytes = tables.arena_bytes + most_outside - max(live_bytes, default=0) if inside else 0
+    if gap_bytes:
+        held[ARENA_GAPS] = gap_bytes
+    return replace(plan, tables=tables, held=held, live_bytes=tuple(size + gap_bytes for size in live_bytes))
+
+
 def _make_tables(program: Program, lifetimes: Lifetimes, costs: Sequence[Cost]) -> Tables:
     numbers = {root: index for index, root in enumerate(lifetimes.born)}
     frees: list[list[int]] = [[] for _ in program.nodes]
@@ -115,10 +134,13 @@ def _place(
     return place(sizes, stretches, [root in movable for root in lifetimes.born], workspaces, allowed_bytes)
 
 
-def _live_bytes(tables: Tables, program: Program, lifetimes: Lifetimes, held_bytes: int) -> list[int]:
+def _live_bytes(
+    tables: Tables, program: Program, lifetimes: Lifetimes, held_bytes: int, counted: Collection[Value] | None = None
+) -> list[int]:
+    """What is held while each operation runs; of the step's values only those `counted`, if they are given."""
     change = [0] * (len(program.nodes) + 1)
     for root, born in lifetimes.born.items():
-        if born >= 0:
+        if born >= 0 and (counted is None or root in counted):
             # Cotangents that nothing reads are given after the last operation, and are counted with it.
             change[max(min(born, len(program.nodes) - 1), 0)] += root.type.allocated_bytes
             if lifetimes.last_use[root] < len(program.nodes):

@@ -41,7 +41,7 @@ class Planner:
             plan = self.realise(point, budget_bytes)
             # What runs may need more bytes than the search counted. The next point is slower and smaller.
             if budget_bytes is None or plan.peak_bytes <= budget_bytes:
-                return self._with_bound(plan, point)
+                return self.with_bound(plan, point.time)
         return None
 
     @cached_property
@@ -66,12 +66,12 @@ class Planner:
             has_measured_costs=self.has_measured_costs,
         )
 
-    def _with_bound(self, plan: Plan, point: Solution) -> Plan:
+    def with_bound(self, plan: Plan, time_ns: int) -> Plan:
         """The plan with what is proved about it. The bound is a linear program, solved only for the chosen plan."""
-        most_bytes = plan.budget_bytes + self.problem.overcounted_bytes if plan.budget_bytes else point.peak_bytes
+        most_bytes = (plan.budget_bytes or plan.peak_bytes) + self.problem.overcounted_bytes
         bound = lower_bound_time(self.problem.instance, most_bytes, False).amount
         outcome = Outcome.FEASIBLE if self.curve.is_complete else Outcome.TIMED_OUT
-        if point.time <= bound * (1 + PROVED):
+        if time_ns <= bound * (1 + PROVED):
             outcome = Outcome.OPTIMAL
         if plan.budget_bytes is None:
             outcome = Outcome.UNCONSTRAINED

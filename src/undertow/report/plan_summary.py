@@ -133,13 +133,15 @@ def verdict(plan: Plan, total: LayerDecisions) -> list[str]:
         )
     else:
         lines.append(f"bound: none was computed ({plan.outcome.value})")
-    lines.append(
-        "costs: measured on this device"
-        if plan.has_measured_costs
-        else "costs: from a model, nothing was measured; the kernels' workspace is not counted"
-    )
+    lines.append(_describe_costs(plan))
     # Last is what a reader looks for first: the end of the text is what a terminal shows.
     return [*lines[1:], lines[0]]
+
+
+def _describe_costs(plan: Plan) -> str:
+    if not plan.has_measured_costs:
+        return "costs: from a model, nothing was measured; the kernels' workspace is not counted"
+    return "costs: measured on this device" if plan.step_us else "costs: workspace measured on this device, no times"
 
 
 def _extra(plan: Plan, total: LayerDecisions) -> str:

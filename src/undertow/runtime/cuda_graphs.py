@@ -269,6 +269,13 @@ def with_graph_memory(plan: Plan) -> Plan:
     return replace(plan, held={**plan.held, GRAPH_EXTRA: extra}, live_bytes=live_bytes)
 
 
+def without_graph_memory(plan: Plan) -> Plan:
+    """The plan as `with_graph_memory` got it."""
+    held = {name: size for name, size in plan.held.items() if name != GRAPH_EXTRA}
+    extra = plan.held.get(GRAPH_EXTRA, 0)
+    return replace(plan, held=held, live_bytes=tuple(size - extra for size in plan.live_bytes))
+
+
 def workspace_bytes(device: torch.device) -> int:
     """The workspace of cuBLAS for each thread and stream that multiplies matrices."""
     return _capture_stream(device).workspace_bytes
