@@ -395,7 +395,7 @@ def test_a_batch_is_described_and_made_again():
 
 
 OPTIONS = {
-    ("--optimizer", "sgdd"): "there is no optimizer 'sgdd'; torch.optim has",
+    ("--optimizer", "sgdd"): "there is no optimizer 'sgdd'; did you mean sgd?",
     ("--optimizer", "lbfgs"): "there is no optimizer 'lbfgs'",
     ("--optimizer-args", "betas"): "optimizer_args must be written as",
     ("--optimizer", "adam", "--optimizer-args", "betas=[2, 3]"): "Invalid beta",

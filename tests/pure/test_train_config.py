@@ -34,7 +34,7 @@ WRONG = {
     "whole": ({"epochs": 2.5}, "epochs must be a whole number, got 2.5"),
     "truth": ({"nesterov": 1}, "nesterov must be true or false"),
     "least": ({"batch": 0}, "batch must be at least 1"),
-    "choice": ({"optimizer": "adm"}, "optimizer 'adm' is not known; did you mean adam?"),
+    "choice": ({"schedule": "cosin"}, "schedule 'cosin' is not known; did you mean cosine?"),
     "numerics": ({"numerics": "quick"}, "numerics 'quick' is not known; can be exact, fast, bf16"),
     "loss": ({"loss": "softmax"}, "loss 'softmax' is not known"),
     "momentum of adam": ({"optimizer": "adam", "momentum": 0.9}, "are options of sgd"),

@@ -326,7 +326,8 @@ def check_resumed(config: TrainConfig, given: dict[str, Any], folder: Path) -> T
                 f"the run in {folder} was started {started}, but now {now!r} is given: "
                 f"leave --{name.replace('_', '-')} out, or start a new run"
             )
-    if (requested.epochs, requested.max_steps) != (config.epochs, config.max_steps) and config.schedule != "constant":
+    is_longer = (requested.epochs, requested.max_steps) != (config.epochs, config.max_steps)
+    if is_longer and config.schedule not in ("constant", PLATEAU):
         raise CallError(
             f"the run in {folder} has the schedule {config.schedule}, which depends on the run's length: "
             f"leave --epochs and --max-steps out"

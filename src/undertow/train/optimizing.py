@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import inspect
 from collections.abc import Iterator
@@ -75,7 +76,9 @@ def find_optimizer(name: str) -> type[Any]:
         if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind not in LEFT_OUT
     }
     if name not in classes:
-        raise CallError(f"there is no optimizer {name!r}; torch.optim has {', '.join(sorted(classes))}")
+        near = difflib.get_close_matches(name, classes, n=1)
+        advice = f"did you mean {near[0]}? torch.optim" if near else "torch.optim"
+        raise CallError(f"there is no optimizer {name!r}; {advice} has {', '.join(sorted(classes))}")
     return classes[name]
 
 
