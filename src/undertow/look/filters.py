@@ -61,7 +61,7 @@ def _num_weights(layer: UnitLayer) -> int:
     if isinstance(layer.module, RECURRENT):
         names = (f"{name}_l{layer.module.num_layers - 1}" for name in ("weight_ih", "weight_hh"))
         return sum(int(getattr(layer.module, name).numel()) for name in names) // layer.module.hidden_size
-    return int(layer.module.weight[0].numel())  # type: ignore[operator,index]
+    return int(layer.module.weight[0].numel())  # type: ignore[index]
 
 
 def _recurrent_weights(module: torch.nn.RNNBase, unit: int) -> torch.Tensor | None:
