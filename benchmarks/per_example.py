@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Gradients per example: time and peak memory beside torch.func and a loop over the examples.
 
-In: nothing. Out: benchmarks/results/per_example.json, which docs/numerics.md shows.
+In: nothing. Out: benchmarks/results/per_example.json, which docs/how-the-backward-pass-is-derived.md shows.
 
 Calls are interleaved, and each round gives one ratio of times; medians and quartiles of the ratios are reported. Peak
 memory is the profiler's, of one further call each. Undertow records the function at every call, and that is counted:
