@@ -25,9 +25,19 @@ from undertow.look.page import render_look
 from undertow.look.pixels import character_gradients, pixel_gradients
 from undertow.look.windows import find_windows
 from undertow.models import SMALL, lenet5
+from undertow.train.batches import read_batch
 
 HOSTILE = ("</script><script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "<b>bold</b>", "日本語")
-OPTIONS = {"title": "a network", "preparation": None, "classes": None, "num_units": 3, "num_samples": 4, "seed": 0}
+OPTIONS = {
+    "read": read_batch,
+    "device": torch.device("cpu"),
+    "title": "a network",
+    "preparation": None,
+    "classes": None,
+    "num_units": 3,
+    "num_samples": 4,
+    "seed": 0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -244,6 +254,10 @@ def test_what_cannot_be_shown_is_refused():
         look_at(nn.Sequential(nn.LayerNorm(12), nn.Tanh()), vectors, **OPTIONS)
     with pytest.raises(CallError, match=r"nothing can be shown: inputs are torch.float32 of shape \[8, 2, 3, 4, 4\]"):
         look_at(nn.Conv3d(2, 2, 1), deep, **OPTIONS)
+    pairs = DataLoader(TensorDataset(torch.randn(8, 3), torch.randn(8, 3), torch.arange(8)), 4)
+    options = OPTIONS | {"read": lambda raw: read_batch(((raw[0], raw[1]), raw[2]))}
+    with pytest.raises(CallError, match="the model is called with argument 0, argument 1"):
+        look_at(nn.Bilinear(3, 3, 2), pairs, **options)
     with pytest.raises(DataError, match="no test data"):
         look_at(nn.Linear(12, 2), [], **OPTIONS)
 

@@ -251,6 +251,9 @@ def look_command(
     data: DataOption = None,
     units: Annotated[int, typer.Option(help="How many filters or units of each layer to show.", min=1, max=64)] = 6,
     examples: Annotated[int, typer.Option(help="How many test examples to show for each.", min=1, max=16)] = 4,
+    is_last: LastOption = False,
+    epoch: EpochOption = None,
+    device: DeviceOption = "auto",
     is_json: JsonOption = False,
 ) -> int:
     """Show what a network has learned: its filters, what triggers them, and by which pixels. Writes RUN/look.html."""
@@ -262,12 +265,14 @@ def look_command(
 
     path = Path(run) / "look.html"
     with running(f"looking at {run}"):
-        trained = load_trained(run)
+        trained = load_trained(run, device, is_last, epoch)
         check_page(str(path))
         loader = load_test_batches(trained, data or trained.config.data)
         look = look_at(
             trained.model,
             loader,
+            trained.objective.read,
+            trained.device,
             title=f"{trained.config.model} on {data or trained.config.data}",
             preparation=trained.preparation,
             classes=trained.classes,

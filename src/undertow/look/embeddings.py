@@ -22,7 +22,7 @@ ROOM = 16  # between the outermost characters and the edge
 
 def embedding_section(layer: UnitLayer, vocabulary: str | None) -> str:
     """The picture with a line about it."""
-    table = layer.module.weight.detach().float()  # type: ignore[operator]
+    table = layer.module.weight.detach().float().cpu()  # type: ignore[operator]
     about = f"{len(table):,} vectors of {table.shape[1]:,} numbers. "
     if vocabulary is not None and layer.reads_input and len(table) == len(vocabulary) and len(table) > 2:
         points, share = _project(table)

@@ -25,7 +25,7 @@ def filter_of(layer: UnitLayer, unit: int) -> torch.Tensor | None:
     module = layer.module
     if isinstance(module, RECURRENT):
         return _recurrent_weights(module, unit)
-    weight: torch.Tensor = module.weight.detach().float()[unit]  # type: ignore[operator]
+    weight: torch.Tensor = module.weight.detach().float().cpu()[unit]  # type: ignore[operator]
     if layer.input_shape is not None and math.prod(layer.input_shape) == weight.numel():
         return weight.reshape(-1, *_as_map(layer.input_shape)[1:])
     if weight.dim() == 1:
@@ -69,7 +69,7 @@ def _recurrent_weights(module: torch.nn.RNNBase, unit: int) -> torch.Tensor | No
     last = f"l{module.num_layers - 1}"
     if module.bidirectional or module.proj_size:
         return None
-    parts = [getattr(module, f"{name}_{last}").detach().float() for name in ("weight_ih", "weight_hh")]
+    parts = [getattr(module, f"{name}_{last}").detach().float().cpu() for name in ("weight_ih", "weight_hh")]
     size = module.hidden_size
     gates = [torch.cat([part[gate + unit] for part in parts]) for gate in range(0, len(parts[0]), size)]
     return mosaic(torch.stack([_near_square(gate) for gate in gates]))[None]

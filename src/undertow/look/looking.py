@@ -10,7 +10,7 @@ memory stay bounded: 4,096 examples, and 24 layers with a few units and a few ex
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ from undertow.look.layers import CONVOLUTIONS, UnitLayer, find_layers
 from undertow.look.pictures import PictureForm
 from undertow.look.pixels import character_gradients, pixel_gradients
 from undertow.look.responses import Strongest, find_strongest
+from undertow.train.batches import Batch
 from undertow.train.evaluation import evaluating
-from undertow.train.feeding import check_batch
 
 MAX_EXAMPLES = 4096
 MAX_LAYERS = 24
@@ -107,9 +107,58 @@ class Look:
         }
 
 
+class _TestData:
+    """The first examples of the test data: the same ones at every reading, even if the loader draws their order."""
+
+    def __init__(self, loader: Iterable[Any], read: Callable[[Any], Batch], device: torch.device, seed: int) -> None:
+        self._loader, self._make_batch, self._device, self._seed = loader, read, device, seed
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Inputs on the device, and labels where each example has one."""
+        num_left = MAX_EXAMPLES
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed)
+            batches = iter(self._loader)
+        while num_left > 0:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._seed + num_left)
+                raw = next(batches, None)
+            if raw is None:
+                return
+            inputs, labels = self._inputs_of(self._make_batch(raw))
+            yield inputs[:num_left].to(self._device), None if labels is None else labels[:num_left]
+            num_left -= len(inputs)
+
+    def _inputs_of(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if batch.kwargs or len(batch.args) != 1 or not isinstance(batch.args[0], torch.Tensor):
+            names = [*(f"argument {index}" for index in range(len(batch.args))), *batch.kwargs]
+            raise CallError(
+                f"nothing can be shown: the model is called with {', '.join(names)}, and what triggers a unit is "
+                f"looked for in models of one input tensor, given by position"
+            )
+        targets = batch.targets[0] if len(batch.targets) == 1 else None
+        has_labels = isinstance(targets, torch.Tensor) and targets.dim() == 1 and not targets.is_floating_point()
+        return batch.args[0], targets if has_labels else None
+
+    def fetch(self, wanted: set[int]) -> dict[int, tuple[torch.Tensor, int | None]]:
+        """The wanted examples with their labels, by number."""
+        found: dict[int, tuple[torch.Tensor, int | None]] = {}
+        first = 0
+        for inputs, labels in self.batches():
+            for number in wanted.intersection(range(first, first + len(inputs))):
+                label = None if labels is None else int(labels[number - first])
+                found[number] = inputs[number - first].cpu().clone(), label
+            first += len(inputs)
+            if len(found) == len(wanted):
+                return found
+        raise DataError("the test data had fewer examples when it was read again")
+
+
 def look_at(
     model: nn.Module,
     loader: Iterable[Any],
+    read: Callable[[Any], Batch],
+    device: torch.device,
     *,
     title: str,
     preparation: Preparation | None,
@@ -118,9 +167,13 @@ def look_at(
     num_samples: int,
     seed: int,
 ) -> Look:
-    """Find what `num_units` units of each layer respond to, with `num_samples` examples each."""
+    """Find what `num_units` units of each layer respond to, with `num_samples` examples each.
+
+    `read` makes a batch of what the loader gives; the model lies on `device`.
+    """
+    data = _TestData(loader, read, device, seed)
     with evaluating(model):
-        first = next((inputs for inputs, _ in _read(loader, seed)), None)
+        first = next((inputs for inputs, _ in data.batches()), None)
         if first is None:
             raise DataError("there is no test data to look at")
         form = _find_form(first, loader, preparation)
@@ -132,15 +185,15 @@ def look_at(
             )
         shown = _at_equal_distances(layers)
         with_units = [layer for layer in shown if layer.reader is not None]
-        found = find_strongest(model, with_units, (inputs for inputs, _ in _read(loader, seed)), num_samples)
+        found = find_strongest(model, with_units, (inputs for inputs, _ in data.batches()), num_samples)
         chosen = {layer: strongest.choose(num_units) for layer, strongest in found.items()}
         wanted = {
             int(number) for layer, strongest in found.items() for number in strongest.examples[chosen[layer]].flatten()
         }
-        examples = _fetch(loader, seed, wanted)
+        examples = data.fetch(wanted)
         embedding = next((layer.module for layer in layers if layer.is_embedding and layer.reads_input), None)
         views = tuple(
-            LayerView(layer, _look_at_units(model, layer, found[layer], chosen[layer], examples, embedding))
+            LayerView(layer, _look_at_units(model, layer, found[layer], chosen[layer], examples, embedding, device))
             if layer in found
             else LayerView(layer, ())
             for layer in shown
@@ -155,23 +208,6 @@ def look_at(
         vocabulary=None if preparation is None else preparation.vocabulary,
         classes=classes,
     )
-
-
-def _read(loader: Iterable[Any], seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The first examples of the test data, the same ones at every call also if the loader draws their order."""
-    num_left = MAX_EXAMPLES
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        batches = iter(loader)
-    while num_left > 0:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + num_left)
-            batch = next(batches, None)
-        if batch is None:
-            return
-        inputs, targets = check_batch(batch)
-        yield inputs[:num_left], targets[:num_left]
-        num_left -= len(inputs)
 
 
 def _find_form(inputs: torch.Tensor, loader: Any, preparation: Preparation | None) -> PictureForm | None:
@@ -203,23 +239,6 @@ def _at_equal_distances(layers: Sequence[UnitLayer]) -> list[UnitLayer]:
     return [layers[round(index * (len(layers) - 1) / (MAX_LAYERS - 1))] for index in range(MAX_LAYERS)]
 
 
-def _fetch(loader: Iterable[Any], seed: int, wanted: set[int]) -> dict[int, tuple[torch.Tensor, int | None]]:
-    """The wanted examples with their labels, by number."""
-    found: dict[int, tuple[torch.Tensor, int | None]] = {}
-    first = 0
-    for inputs, targets in _read(loader, seed):
-        is_label = targets.dim() == 1 and not targets.is_floating_point()
-        for number in wanted.intersection(range(first, first + len(inputs))):
-            label = int(targets[number - first]) if is_label else None
-            found[number] = inputs[number - first].clone(), label
-        first += len(inputs)
-        if len(found) == len(wanted):
-            break
-    if len(found) < len(wanted):
-        raise DataError("the test data had fewer examples when it was read again")
-    return found
-
-
 def _look_at_units(
     model: nn.Module,
     layer: UnitLayer,
@@ -227,10 +246,12 @@ def _look_at_units(
     units: list[int],
     examples: dict[int, tuple[torch.Tensor, int | None]],
     embedding: nn.Module | None,
+    device: torch.device,
 ) -> tuple[UnitView, ...]:
     numbers, responses = strongest.examples[units], strongest.responses[units]
     places = strongest.positions[units]
     inputs = torch.stack([examples[number][0] for number in numbers.flatten().tolist()])
+    inputs = inputs.to(device)
     rows = torch.tensor(units).repeat_interleave(numbers.shape[1])
     gradients = None
     if inputs.is_floating_point():
@@ -248,7 +269,7 @@ def _look_at_units(
                     number,
                     float(responses[row, column]),
                     int(places[row, column]),
-                    inputs[index],
+                    examples[number][0],
                     None if gradients is None else gradients[index],
                     examples[number][1],
                 )

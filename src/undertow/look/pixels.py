@@ -81,7 +81,7 @@ def _response(
             model(inputs)
         except _Reached as reached:
             output = reached.args[0]
-    return layer.responses(output)[torch.arange(len(units)), units, positions].sum()
+    return layer.responses(output)[torch.arange(len(units), device=units.device), units, positions].sum()
 
 
 def _in_parts(
@@ -91,7 +91,7 @@ def _in_parts(
     found = []
     for start in range(0, len(inputs), size):
         part = slice(start, start + size)
-        value, gradient = differentiate(inputs[part], units[part], positions[part])
+        value, gradient = differentiate(inputs[part], units[part].to(inputs.device), positions[part].to(inputs.device))
         wanted = expected[part].double()
         # Batches of other sizes round differently; half the digits have to agree.
         drift = torch.finfo(value.dtype).eps ** 0.5
@@ -100,5 +100,5 @@ def _in_parts(
                 f"the test data gave other examples when it was read again: a response is {float(value):g} where it "
                 f"was {float(wanted.sum()):g}; seed its order by torch.manual_seed, or turn its augmentation off"
             )
-        found.append(gradient.detach())
+        found.append(gradient.detach().cpu())
     return torch.cat(found)

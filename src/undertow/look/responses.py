@@ -39,7 +39,7 @@ class Strongest:
 
     def add(self, found: torch.Tensor, first: int, num_kept: int) -> None:
         """Look at a batch's responses (example, unit, position); `first` is the number of its first example."""
-        best, places = found.detach().float().max(-1)
+        best, places = (item.cpu() for item in found.detach().float().max(-1))
         self.sums += best.double().sum(0)
         self.squares += best.double().square().sum(0)
         self.num_examples += len(best)
