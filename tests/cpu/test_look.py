@@ -23,6 +23,7 @@ from undertow.look.layers import find_layers
 from undertow.look.looking import look_at
 from undertow.look.page import render_look
 from undertow.look.pixels import character_gradients, pixel_gradients
+from undertow.look.responses import Strongest
 from undertow.look.windows import find_windows
 from undertow.models import SMALL, lenet5
 from undertow.train.batches import read_batch
@@ -93,6 +94,18 @@ def test_strongest_examples_are_those_of_brute_force():
                 at = expected[view.layer.path][sample.example, item.unit, sample.position]
                 # A sum of at most 80 products in batches of 8 and of 50, in float32.
                 assert abs(sample.response - response) <= 80 * 1.2e-7 * best.abs().max() and torch.isclose(at, response)
+
+
+def test_units_that_stand_out_are_chosen():
+    """The last of four stands out most but is never above 0; the second is the same for every example."""
+    x = torch.randn(1000, 4)
+    x[:, 1], x[:, 3] = 5.0, -2.0 - torch.rand(1000)
+    x[7, 0], x[9, 2], x[11, 3] = 50.0, 100.0, -0.001
+    strongest = Strongest.none(4)
+    for start in range(0, 1000, 64):
+        strongest.add(x[start : start + 64, :, None], start, 2)
+    assert torch.equal(strongest.examples[[0, 2, 3], 0], torch.tensor([7, 9, 11]))
+    assert [strongest.choose(count) for count in (1, 2, 3, 4)] == [[2], [0, 2], [0, 1, 2], [0, 1, 2, 3]]
 
 
 def test_pixels_have_autograds_bits():

@@ -52,13 +52,17 @@ class Strongest:
         self.positions = torch.cat((self.positions, places.t()), 1).gather(1, order)
 
     def choose(self, num_units: int) -> list[int]:
-        """The units whose strongest response stands out most from their others, in deviations; in their own order."""
+        """The units whose strongest response stands out most from their others, in deviations; in their own order.
+
+        Units that never respond above 0 come last: after a ReLU they say nothing.
+        """
         mean = self.sums / self.num_examples
         deviation = (self.squares / self.num_examples - mean.square()).clamp_min(0).sqrt()
         peak = self.responses[:, 0].double() - mean
-        score = torch.where(deviation > 0, peak / deviation, torch.full_like(peak, -1.0))
-        order = score.sort(dim=0, descending=True, stable=True).indices[:num_units]
-        return sorted(order.tolist())
+        score = torch.where(deviation > 0, peak / deviation, torch.full_like(peak, -1.0)).tolist()
+        is_positive = (self.responses[:, 0] > 0).tolist()
+        order = sorted(range(len(score)), key=lambda unit: (is_positive[unit], score[unit]), reverse=True)
+        return sorted(order[:num_units])
 
 
 def find_strongest(
