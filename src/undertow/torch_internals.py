@@ -70,6 +70,7 @@ with _naming_what_is_missing():
     from torch._C import _SetExcludeDispatchKeyGuard as SetExcludeDispatchKeyGuard
     from torch._C import _storage_Use_Count as storage_use_count
     from torch._C import _VariableFunctions as VariableFunctions
+    from torch._C._functorch import is_batchedtensor as is_mapped
     from torch._ops import OpOverload, OpOverloadPacket
     from torch._prims_common import suggest_memory_format
     from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
@@ -196,6 +197,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_compiled",
     "is_key_excluded",
+    "is_mapped",
     "load_dynamo",
     "make_wrapper_tensor",
     "release_of",

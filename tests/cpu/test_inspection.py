@@ -486,3 +486,45 @@ def test_empty_batch():
     assert result.forward.flops == result.kept_bytes == 0
     assert result.flops_ratio is None
     assert str(result)
+
+
+def test_im2col_against_unfold():
+    """`unfold` really makes the patch matrix; groups, strides, dilation and padding change its size."""
+    convolutions = [
+        nn.Conv2d(4, 6, 3, padding=1),
+        nn.Conv2d(6, 6, (5, 3), stride=(2, 1), padding=2, dilation=(1, 2), groups=3),
+        nn.Conv2d(6, 2, 1),
+    ]
+    result = inspect(nn.Sequential(*convolutions, nn.ConvTranspose2d(2, 2, 2)), (torch.randn(3, 4, 12, 10),))
+    x = torch.randn(3, 4, 12, 10)
+    assert [item.layer for item in result.amplifications] == ["0", "1", "2"]  # a transposed one gathers no patches
+    for layer, item in zip(convolutions, result.amplifications, strict=True):
+        patches = nn.functional.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+        assert (item.input_bytes, item.patch_bytes) == (x.nbytes, patches.nbytes)
+        x = layer(x)
+    assert result.to_dict()["im2col"][0]["factor"] == 9
+    assert not inspect(nn.Linear(3, 3), (torch.randn(2, 3),)).amplifications
+
+
+def test_vgg16_is_amplified_nine_times():
+    """The figure of lecture 24 of CMU 15-418 (2019)."""
+    with torch.device("meta"):
+        result = inspect(vgg16(), (torch.empty(2, 3, 224, 224),))
+    assert [item.factor for item in result.amplifications] == [9.0] * 13
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"), [(None, None), (torch.optim.SGD, 0), (torch.optim.Adagrad, 1), (torch.optim.Adam, 2)]
+)
+def test_gradients_and_optimizer_state_as_copies_of_the_parameters(optimizer, copies):
+    model = nn.Linear(100, 100)
+    made = None if optimizer is None else optimizer(model.parameters(), lr=0.1)
+    result = inspect(model, (torch.randn(2, 100),), optimizer=made)
+    assert result.parameter_bytes == result.gradient_bytes == 4 * 10_100 and result.gradient_copies == 1
+    # Adam and Adagrad also count steps, in 4 bytes for each of two parameters.
+    counters = 0 if not copies else 8
+    assert result.optimizer_copies == (None if copies is None else (copies * 4 * 10_100 + counters) / (4 * 10_100))
+    text = str(result)
+    assert "1.00 times the weights" in text and ("gradients and optimizer state" in text) == (copies is not None)
+    frozen = inspect(model.requires_grad_(False), (torch.randn(2, 100, requires_grad=True),))
+    assert frozen.gradient_copies == 0

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from undertow.api.calls import check_argnums, check_arguments
+from undertow.api.per_example import ExampleBatch, one_line_of_code
 from undertow.autodiff.backward import backward_as_forward, differentiate
 from undertow.errors import CallError
 from undertow.ir import InputKind, Program, Value
@@ -29,11 +30,18 @@ Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 
 
 def value_and_grad(
-    function: Callable[Parameters, torch.Tensor], argnums: Argnums = 0
+    function: Callable[Parameters, torch.Tensor], argnums: Argnums = 0, *, per_example: bool = False
 ) -> Callable[Parameters, tuple[torch.Tensor, Any]]:
-    """A function that returns `function`'s value, a scalar, and its derivative by the arguments at `argnums`."""
+    """A function that returns `function`'s value, a scalar, and its derivative by the arguments at `argnums`.
+
+    With `per_example`, `function` is one of a single example. The arguments at `argnums` are shared by all examples,
+    every tensor in the other arguments holds one example per index of its first dimension, and so do the results:
+    `torch.func.vmap` of the derivative, with the same numbers. What the function closes over is shared.
+    """
 
     def differentiated(*args: Parameters.args, **kwargs: Parameters.kwargs) -> tuple[torch.Tensor, Any]:
+        if per_example:
+            return _value_and_grad_per_example(function, args, kwargs, argnums)
         recorded = _Recorded(function, args, kwargs, argnums)
         output = recorded.scalar_output()
         run, _ = recorded.run([output])
@@ -43,11 +51,16 @@ def value_and_grad(
     return differentiated
 
 
-def grad(function: Callable[Parameters, torch.Tensor], argnums: Argnums = 0) -> Callable[Parameters, Any]:
-    """A function that returns the derivative of `function`, a scalar, by the arguments at `argnums`."""
+def grad(
+    function: Callable[Parameters, torch.Tensor], argnums: Argnums = 0, *, per_example: bool = False
+) -> Callable[Parameters, Any]:
+    """A function that returns the derivative of `function`, a scalar, by the arguments at `argnums`.
+
+    With `per_example`, one derivative for every example of a batch, as in `value_and_grad`.
+    """
 
     def differentiated(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
-        return value_and_grad(function, argnums)(*args, **kwargs)[1]
+        return value_and_grad(function, argnums, per_example=per_example)(*args, **kwargs)[1]
 
     return differentiated
 
@@ -109,6 +122,36 @@ def hessian(function: Callable[..., torch.Tensor], argnums: Argnums = 0) -> Call
         return second.recorded.arrange_tensors([second.recorded.arrange_tensors(row) for row in rows])
 
     return differentiated
+
+
+def _value_and_grad_per_example(
+    function: Callable[..., torch.Tensor], args: Any, kwargs: Any, argnums: Argnums
+) -> tuple[torch.Tensor, Any]:
+    batch = ExampleBatch(args, kwargs, check_argnums(argnums, args))
+    recorded = _Recorded(function, *batch.first(), argnums)
+    output = recorded.scalar_output()
+    joint = recorded.differentiate([output], is_composed=False)
+    gradients = {item.input: item.value for item in joint.gradients if item.value is not None}
+    wanted = list(dict.fromkeys((output, *gradients.values())))
+    program = one_line_of_code(backward_as_forward(joint, wanted), wanted)
+
+    def call(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        inputs = [
+            _ones(item.value)
+            if item.kind is InputKind.COTANGENT
+            else recorded.captured.tensor_behind(item, tensors, {})
+            for item in program.inputs
+        ]
+        return tuple(DirectRun(program, recorded.captured.live, inputs).outputs)
+
+    found = dict(zip(wanted, batch.run(call), strict=True))
+    arranged = [
+        leaf.new_zeros((batch.num_examples, *leaf.shape))
+        if value is None or value not in gradients
+        else found[gradients[value]]
+        for leaf, value in zip(recorded.leaves, recorded.wanted, strict=True)
+    ]
+    return found[output], recorded.arrange_tensors(arranged)
 
 
 class _Recorded:
@@ -200,12 +243,7 @@ class _SecondOrder:
         wanted = [value for value in self.recorded.wanted if value is not None]
         second = differentiate(forward, gradients, wanted, is_composed=self.recorded.is_nested)
         self._seeded = [_seeded(second, index) for index in range(len(second.cotangents))]
-        seeds = [
-            torch.ones(
-                item.value.tensor_type.shape, dtype=item.value.tensor_type.dtype, device=item.value.tensor_type.device
-            )
-            for item in first.cotangents
-        ]
+        seeds = [_ones(item.value) for item in first.cotangents]
         inputs = [*self.recorded.bind(second), *seeds]
         self._run = DirectRun(second, self.recorded.captured.live, inputs, self.recorded.is_nested)
 
@@ -221,6 +259,11 @@ def _fresh(tensor: torch.Tensor, is_wanted: bool) -> torch.Tensor:
     if isinstance(tensor, TracedTensor):
         return tensor.view_as(tensor) if is_wanted else tensor
     return tensor.detach().requires_grad_(is_wanted)
+
+
+def _ones(value: Value) -> torch.Tensor:
+    kind = value.tensor_type
+    return torch.ones(kind.shape, dtype=kind.dtype, device=kind.device)
 
 
 def _sum_by(keys: Sequence[Any], tensors: Sequence[Any]) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""The commands about runs: train, evaluate, predict, export, report.
+"""The commands about runs: train, evaluate, predict, export, report, look.
 
 The options of `train` are made from the fields of `TrainConfig`. An option that is not given is None, so that a config
 file can give it instead.
@@ -35,6 +35,7 @@ def add_run_commands(app: typer.Typer) -> None:
     app.command("predict")(predict_command)
     app.command("export")(export_command)
     app.command("report")(report_command)
+    app.command("look")(look_command)
 
 
 def _with_config_options(command: Any) -> Any:
@@ -242,4 +243,44 @@ def report_command(
         print_data({"page": path}) if is_json else print(path)
         return DONE
     print_result(report, is_json)
+    return DONE
+
+
+def look_command(
+    run: RunArgument,
+    data: DataOption = None,
+    units: Annotated[int, typer.Option(help="How many filters or units of each layer to show.", min=1, max=64)] = 6,
+    examples: Annotated[int, typer.Option(help="How many test examples to show for each.", min=1, max=16)] = 4,
+    is_last: LastOption = False,
+    epoch: EpochOption = None,
+    device: DeviceOption = "auto",
+    is_json: JsonOption = False,
+) -> int:
+    """Show what a network has learned: its filters, what triggers them, and by which pixels. Writes RUN/look.html."""
+    from undertow.cli.loading import running
+    from undertow.cli.workloads import load_test_batches, load_trained
+    from undertow.look.looking import look_at
+    from undertow.look.page import render_look
+    from undertow.train.durable import write_durably
+
+    path = Path(run) / "look.html"
+    with running(f"looking at {run}"):
+        trained = load_trained(run, device, is_last, epoch)
+        check_page(str(path))
+        loader = load_test_batches(trained, data or trained.config.data)
+        look = look_at(
+            trained.model,
+            loader,
+            trained.objective.read,
+            trained.device,
+            title=f"{trained.config.model} on {data or trained.config.data}",
+            preparation=trained.preparation,
+            classes=trained.classes,
+            num_units=units,
+            num_samples=examples,
+            seed=trained.config.seed,
+        )
+        page = render_look(look).encode()
+    write_durably(path, lambda file: file.write(page))
+    print_data({"page": str(path), **look.to_dict()}) if is_json else print(path)
     return DONE

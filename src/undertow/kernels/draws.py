@@ -23,6 +23,7 @@ import torch
 from torch import Generator, Tensor
 
 from undertow.kernels.compiler import HAS_NUMBA, cached_njit, numba
+from undertow.torch_internals import is_mapped
 
 # With fewer elements, reading the state and writing it back costs more than it saves: 9 to 23 microseconds, depending
 # on the caches, in which PyTorch draws about as many numbers (AMD EPYC, one thread).
@@ -101,7 +102,7 @@ def _draw(words: Any, position: int, threshold: Any, out: Any) -> int:
 def draw_bernoulli(tensor: Tensor, p: float = 0.5, *, generator: Generator | None = None) -> Tensor:
     """`tensor.bernoulli_(p)`; calls PyTorch's where this kernel does not apply."""
     is_large = tensor.numel() >= MIN_ELEMENTS and tensor.device.type == "cpu"
-    is_plain = is_large and tensor.dtype is torch.float32 and tensor.is_contiguous()
+    is_plain = is_large and tensor.dtype is torch.float32 and tensor.is_contiguous() and not is_mapped(tensor)
     if not is_plain or not 0 <= p <= 1 or not has_pytorch_bits():
         return tensor.bernoulli_(p, generator=generator)
     return _fill(tensor, p, torch.default_generator if generator is None else generator)

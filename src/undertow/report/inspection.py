@@ -20,6 +20,7 @@ from undertow.costs.work import Work, total_work
 from undertow.ir import Input, InputKind, Node, OpaqueType, Plan, Program, TensorType, Value
 from undertow.ir.plan import ARENA_GAPS
 from undertow.memory.lifetimes import Lifetimes, find_lifetimes
+from undertow.report.amplification import Amplification, find_amplifications
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Inspection:
     reread_batch_bytes: int
     optimizer: OptimizerState | None
     without_rule: tuple[Site, ...]
+    amplifications: tuple[Amplification, ...]  # what im2col would make of each convolution's input
 
     def __getitem__(self, path: str) -> Layer:
         return next(layer for layer in self.layers if layer.path == path)
@@ -139,6 +141,23 @@ class Inspection:
     def num_parameters(self) -> int:
         """Elements of all parameters, tied ones once."""
         return sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters, tied ones once."""
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    @property
+    def gradient_copies(self) -> float | None:
+        """How many times the parameters all gradients are."""
+        return self.gradient_bytes / self.parameter_bytes if self.parameter_bytes else None
+
+    @property
+    def optimizer_copies(self) -> float | None:
+        """How many times the parameters the optimizer's state is: 1 for momentum, 2 for Adam; None if it is unknown."""
+        if self.optimizer is None or self.optimizer.num_bytes is None or not self.parameter_bytes:
+            return None
+        return self.optimizer.num_bytes / self.parameter_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -173,7 +192,10 @@ class Inspection:
             "layers": [_layer_to_dict(layer) for layer in self.layers],
             "num_parameters": self.num_parameters,
             "kept_bytes": self.kept_bytes,
+            "parameter_bytes": self.parameter_bytes,
             "gradient_bytes": self.gradient_bytes,
+            "gradient_copies": self.gradient_copies,
+            "optimizer_copies": self.optimizer_copies,
             "reread_parameter_bytes": self.reread_parameter_bytes,
             "reread_batch_bytes": self.reread_batch_bytes,
             "forward": self.forward.to_dict(),
@@ -184,6 +206,7 @@ class Inspection:
             "flops_ratio": self.flops_ratio,
             "optimizer": None if self.optimizer is None else asdict(self.optimizer),
             "without_rule": [asdict(item) for item in self.without_rule],
+            "im2col": [asdict(item) | {"factor": item.factor} for item in self.amplifications],
         }
 
     def __str__(self) -> str:
@@ -219,6 +242,7 @@ def inspect_plans(
         reread_batch_bytes=_bytes_of_kind(step, InputKind.ARGUMENT, reread),
         optimizer=optimizer,
         without_rule=_find_without_rule(step),
+        amplifications=find_amplifications(step.first_pass),
     )
 
 

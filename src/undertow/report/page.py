@@ -90,17 +90,25 @@ def render_page(
     return page.encode("utf-8", "replace").decode("utf-8")
 
 
-def document(title: str, body: str, moments: dict[str, Any]) -> str:
-    """The whole page around its sections; `moments` is what the script says about the picture of memory."""
+def document(title: str, body: str, moments: dict[str, Any] | None = None, style: str = "") -> str:
+    """The whole page around its sections; `style` is added to that of all pages.
+
+    `moments` is what the script says about the picture of memory; a page without that picture has no script.
+    """
+    script = ""
+    if moments is not None:
+        script = (
+            f'<script type="application/json" id="moments">{script_json(moments)}</script>\n<script>{SCRIPT}</script>\n'
+        )
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    allowed = f"'sha256-{digest}'" if script else "'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)}</title>\n<style>{make_style()}</style>\n</head>\n<body>\n<main>\n{body}</main>\n"
-        f'<script type="application/json" id="moments">{script_json(moments)}</script>\n'
-        f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
+        f"<title>{escape(title)}</title>\n<style>{make_style()}{style}</style>\n</head>\n<body>\n<main>\n{body}</main>\n"
+        f"{script}</body>\n</html>\n"
     )
 
 

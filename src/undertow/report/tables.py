@@ -13,8 +13,11 @@ LAYER_COLUMNS = 30
 
 
 def print_inspection(inspection: Inspection) -> str:
-    """Memory by layer, arithmetic by layer, totals."""
-    parts = [_memory_table(inspection), _work_table(inspection), _totals(inspection)]
+    """Memory by layer, arithmetic by layer, what im2col would need, totals."""
+    parts = [_memory_table(inspection), _work_table(inspection)]
+    if inspection.amplifications:
+        parts.append(_amplification_table(inspection))
+    parts.append(_totals(inspection))
     if inspection.without_rule:
         parts.append(_without_rule(inspection.without_rule))
     return "\n\n".join(parts)
@@ -35,11 +38,10 @@ def _memory_table(inspection: Inspection) -> str:
                 ", ".join(askers),
             )
         )
-    parameter_bytes = sum(layer.parameter_bytes for layer in inspection.layers)
     rows.append(
         (
             f"{inspection.num_parameters:,} parameters",
-            size_or_dash(parameter_bytes),
+            size_or_dash(inspection.parameter_bytes),
             "",
             size_or_dash(inspection.kept_bytes),
         )
@@ -52,6 +54,23 @@ def _work_table(inspection: Inspection) -> str:
     rows += [(_title(layer), *_work_cells(layer.forward, layer.backward)) for layer in inspection.layers]
     rows.append(("all", *_work_cells(inspection.forward, inspection.backward)))
     return align(rows, "<>>>>>>")
+
+
+def _amplification_table(inspection: Inspection) -> str:
+    rows: list[tuple[str, ...]] = [("convolution", "input", "by im2col", "times")]
+    rows += [
+        (
+            cut_middle(item.layer or item.location or "(model)", LAYER_COLUMNS),
+            format_bytes(item.input_bytes),
+            format_bytes(item.patch_bytes),
+            f"{item.factor:.2f}",
+        )
+        for item in inspection.amplifications
+    ]
+    inputs = sum(item.input_bytes for item in inspection.amplifications)
+    patches = sum(item.patch_bytes for item in inspection.amplifications)
+    rows.append(("all", format_bytes(inputs), format_bytes(patches), f"{patches / inputs:.2f}"))
+    return align(rows, "<>>>")
 
 
 def _work_cells(forward: Work, backward: Work) -> tuple[str, ...]:
@@ -107,9 +126,15 @@ def _training_lines(inspection: Inspection) -> list[str]:
         f"kept for the backward pass: {num_kept} values, {format_bytes(inspection.kept_bytes)}",
         f"read again there, not counted as kept: weights {format_bytes(inspection.reread_parameter_bytes)}, "
         f"batch {format_bytes(inspection.reread_batch_bytes)}",
-        f"gradients in the end: {format_bytes(inspection.gradient_bytes)}",
+        f"gradients in the end: {format_bytes(inspection.gradient_bytes)}{_copies(inspection.gradient_copies)}",
         _optimizer_line(inspection),
     ]
+    if inspection.gradient_copies is not None and inspection.optimizer_copies is not None:
+        copies = 1 + inspection.gradient_copies + inspection.optimizer_copies
+        lines.append(
+            f"weights, gradients and optimizer state: {format_bytes(round(copies * inspection.parameter_bytes))}"
+            f"{_copies(copies)}"
+        )
     if inspection.memory_ratio is not None:
         lines.append(f"training / inference memory: {inspection.memory_ratio:.2f} (rule of thumb: 3 to 4)")
     if inspection.flops_ratio is not None:
@@ -127,7 +152,13 @@ def _optimizer_line(inspection: Inspection) -> str:
         return "optimizer state: no optimizer was given, none is counted"
     if optimizer.num_bytes is None:
         return f"optimizer state: {optimizer.name}'s is unknown before its first step, none is counted"
-    return f"optimizer state: {format_bytes(optimizer.num_bytes)} for {optimizer.name}"
+    copies = _copies(inspection.optimizer_copies)
+    return f"optimizer state: {format_bytes(optimizer.num_bytes)} for {optimizer.name}{copies}"
+
+
+def _copies(number: float | None) -> str:
+    """How many copies of the weights a size is."""
+    return "" if number is None else f", {number:.2f} times the weights"
 
 
 def _without_rule(sites: Sequence[Site]) -> str:

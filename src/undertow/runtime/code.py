@@ -26,7 +26,7 @@ aten = torch.ops.aten
 SEGMENT_BYTES = 1 << 20
 
 # Rules record a view of a cotangent. Where the user's own cotangent has other strides, it has to be a copy.
-_ON_ANY_STRIDES: dict[Any, Any] = {
+ON_ANY_STRIDES: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
 }
@@ -196,8 +196,8 @@ class _Writer:
 
     def _write_node(self, node: Node, is_backward: bool) -> str:
         operation = node.operation
-        if is_backward and node.target in _ON_ANY_STRIDES:
-            operation = operation_of(_ON_ANY_STRIDES[node.target])
+        if is_backward and node.target in ON_ANY_STRIDES:
+            operation = operation_of(ON_ANY_STRIDES[node.target])
         arguments = [self._write_argument(argument) for argument in node.args]
         arguments += [f"{name}={self._write_argument(argument)}" for name, argument in node.kwargs.items()]
         if any(value in self.places for value in node.named_outputs):
