@@ -167,7 +167,7 @@ class Change:
 
 
 class Holder:
-    """An object that holds state: a dict, a class or slots by names, a list, set, deque or array, a closure's variable."""
+    """An object that holds state: names in a dict, a class or slots; a list, set, deque or array; a cell."""
 
     def __init__(self, path: str, owner: Any, reach: Reach, *, is_ordered: bool = False) -> None:
         self.path, self.owner, self.reach = path, owner, reach
