@@ -571,19 +571,22 @@ def test_the_stated_minimum_stands_whatever_other_processes_measure(tmp_path, mo
     ut.plan(network, (x,), budget=refusal.value.minimum_bytes)
 
 
-def _keep_one_by_one(path, name):
+def _keep_one_by_one(path, name, start):
+    start.wait()  # a process takes seconds to start, and all the writing takes less
     for index in range(50):
         keep_costs(path, {f"{name} {index}": Cost(index, 0)})
 
 
 def test_processes_that_share_the_cache_lose_nothing(tmp_path):
     context = multiprocessing.get_context("spawn")
-    arguments = [(tmp_path / "costs.json", name) for name in "abc"]
-    processes = [context.Process(target=_keep_one_by_one, args=pair) for pair in arguments]
+    start = context.Barrier(3)
+    arguments = [(tmp_path / "costs.json", name, start) for name in "abc"]
+    processes = [context.Process(target=_keep_one_by_one, args=given) for given in arguments]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     assert len(load_costs(tmp_path / "costs.json")) == 150
 
 

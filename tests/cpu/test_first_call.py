@@ -1,7 +1,10 @@
 """A model that changes itself at its first call ends as in eager, or is refused; planning alone changes nothing."""
 
+import collections
 import copy
+import types
 
+import numpy
 import pytest
 import torch
 import transformers as hf
@@ -133,6 +136,65 @@ class DeepSettings(Base):
         return self.layer(x)
 
 
+class SlotSettings:
+    __slots__ = ("is_ready",)
+
+    def __init__(self):
+        self.is_ready = False
+
+
+class MarkedSlot(Base):
+    def prepare(self):
+        self.settings = SlotSettings()
+
+    def forward(self, x):
+        if not self.settings.is_ready:
+            self.settings.is_ready = True
+            return self.layer(x) * 3
+        return self.layer(x)
+
+
+class StrictDict(dict):
+    """As the outputs of `transformers`, it refuses to be changed in some ways."""
+
+    def pop(self, *args):
+        raise RuntimeError("pop is refused")
+
+    def update(self, *args):
+        raise RuntimeError("update is refused")
+
+
+class MarkedContainers(Base):
+    def prepare(self):
+        self.counts = collections.Counter()
+        self.marks = StrictDict()
+        self.namespace = types.SimpleNamespace(is_ready=False)
+
+    def forward(self, x):
+        result = self.layer(x)
+        if "ready" not in self.marks:
+            self.marks["ready"] = True
+            result = result * 3
+        if not self.counts["calls"]:
+            self.counts["calls"] += 1
+            result = result * 5
+        if not self.namespace.is_ready:
+            self.namespace.is_ready = True
+            result = result * 7
+        return result
+
+
+class MarkedArray(Base):
+    def prepare(self):
+        self.calls = numpy.zeros(2)
+
+    def forward(self, x):
+        if self.calls[1] == 0:
+            self.calls[1] = 1
+            return self.layer(x) * 3
+        return self.layer(x)
+
+
 class MarkedParameter(Base):
     def forward(self, x):
         if not hasattr(self.layer.weight, "is_marked"):
@@ -214,7 +276,18 @@ def make_closure():
 
 MODELS = [
     *(HookBefore, HookAfter, HookInFront, HookRemoved, WrappedForward, NewBuffer, NewSubmodule, DeletedAttribute),
-    *(NoteOfShapes, PrivateList, DeepSettings, MarkedParameter, FrozenParameter, MarkedClass, MarkedGlobal),
+    *(
+        NoteOfShapes,
+        PrivateList,
+        DeepSettings,
+        MarkedSlot,
+        MarkedContainers,
+        MarkedArray,
+        MarkedParameter,
+        FrozenParameter,
+        MarkedClass,
+        MarkedGlobal,
+    ),
     *(MarkedGlobalSet, LoggedWithHook, MarkedFunction, make_closure),
 ]
 

@@ -1,6 +1,7 @@
 """`ut.measure`: what it runs, what it counts, and that nobody notices it."""
 
 import gc
+import logging
 from dataclasses import dataclass
 
 import pytest
@@ -25,6 +26,28 @@ def test_planning_and_measuring_write_nothing(capfd):
     step = ut.train_step(model, (x,), loss=torch.sum, budget="1MiB")  # which measures costs
     ut.measure(step, x)
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_operation_that_fails_without_data_and_works_prints_no_traceback():
+    class Experts(nn.Module):
+        def forward(self, x, weights, ends):
+            return torch._grouped_mm(x, weights, ends)  # its meta kernel knows bfloat16 only
+
+    arguments = torch.randn(8, 16, requires_grad=True), torch.randn(2, 16, 16), torch.tensor([3, 8], dtype=torch.int32)
+    try:
+        expected = Experts()(*arguments)
+    except RuntimeError as error:
+        pytest.skip(f"this PyTorch does not run it on float32: {error}")
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+    try:
+        assert torch.equal(ut.plan(Experts(), arguments)(*arguments), expected)
+    finally:
+        log.removeHandler(handler)
+    assert records == []
 
 
 def test_a_peak_is_what_was_held_at_once():

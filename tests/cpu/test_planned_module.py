@@ -346,6 +346,21 @@ def test_disjoint_outputs_are_differentiated_one_by_one():
     run_both((body, ut.plan(copy.deepcopy(body), (x,))), act)
 
 
+def test_a_step_for_other_outputs_is_made_as_the_expected_one_is():
+    def forward(m, x):
+        pooled = m.linear(x).view(2, 2, 8).sum(1)  # a view of the expanded cotangent is a copy
+        return pooled.sum(), pooled * 2
+
+    body = Body(forward)
+    x = torch.randn(4, 8)
+
+    def act(model):
+        first, second = model(x)
+        (first + second.square().sum()).backward()
+
+    run_both((body, ut.plan(copy.deepcopy(body), (x,))), act)
+
+
 def test_hooks_of_unreached_parameters_are_not_called():
     body = Body(lambda m, x: (m.linear(x).sum(), m.other(m.linear(x)).sum()), other=nn.Linear(8, 8))
     x = torch.randn(4, 8)

@@ -16,6 +16,7 @@ from torch import nn
 
 import undertow as ut
 from undertow.errors import InfeasibleBudget, PlanError
+from undertow.ir import saving
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +178,9 @@ def test_planned_modules_too(tmp_path):
         assert same_bits(again(x), expected)
     with pytest.raises(ut.CallError, match="ut.train_step or ut.plan"):
         ut.save_plan(model, tmp_path / "module.plan")
+
+
+def test_what_has_no_size_is_read_up_to_the_limit(monkeypatch):
+    monkeypatch.setattr(saving, "MAX_FILE_BYTES", 1000)
+    with pytest.raises(PlanError, match="larger than any plan"):
+        saving.read_plan("/dev/zero")

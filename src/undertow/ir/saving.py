@@ -98,9 +98,11 @@ def write_plan(plan: Plan, costs: Mapping[str, Cost], path: str | Path) -> None:
 def read_plan(path: str | Path) -> SavedPlan:
     """The plan in a file; raises PlanError where the file is damaged or holds no plan."""
     try:
-        if Path(path).stat().st_size > MAX_FILE_BYTES:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)  # a device or a growing file has another size than it says
+        if len(content) > MAX_FILE_BYTES:
             raise PlanError(f"{path} is larger than any plan: more than {MAX_FILE_BYTES} bytes")
-        head, _, body = Path(path).read_text(encoding="utf-8").partition("\n")
+        head, _, body = content.decode("utf-8").partition("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} cannot be read: {error}") from error
     body = body.removesuffix("\n")

@@ -3,14 +3,15 @@
 In: the modules of a model and the function that is recorded. Out: the changes that the code made. Each names the place
 of the state, which can be read and written, so that a change can be undone and made again.
 
-Found from the modules: their attributes, parameters, buffers, submodules and hooks; the user's containers and objects
-in their attributes, three levels deep; attributes of their classes; globals and closures of their methods and hooks.
-Not found: what C code holds (`functools.lru_cache`), globals of other files whose functions are called, containers of
-1000 items or more.
+Found from the modules: their attributes, parameters, buffers, submodules and hooks; containers, arrays and the user's
+objects in their attributes, three levels deep; attributes of their classes; globals and closures of their methods and
+hooks. Not found: what C code holds (`functools.lru_cache`, an iterator's place), globals of other files whose functions
+are called, containers and arrays of 1000 items or more.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import enum
 import functools
@@ -23,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 
 from undertow.ir.structure import ATOMS, Same, structure_key
@@ -31,7 +33,15 @@ from undertow.record.traced_tensor import TracedTensor
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
 _LISTS = (list, set, collections.deque)
-_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+_DICTS = (collections.OrderedDict, dict)
+# Python's own classes whose instances hold what the user puts there, and nothing of their own.
+_CARRIERS = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    collections.UserDict,
+    collections.UserList,
+    collections.ChainMap,
+)
 _MAX_ITEMS = 1000
 _MAX_DEPTH = 3
 _GROUPS = ("_parameters", "_buffers")
@@ -63,21 +73,35 @@ class Place:
         return key_of(self.read())
 
 
+def _plain(container: Any) -> Any:
+    """The class of Python whose methods read and write a container as it is, whatever the user's subclass does."""
+    return next(kind for kind in (*_LISTS, *_DICTS) if isinstance(container, kind))
+
+
+def _copy_of(container: Any) -> Any:
+    """What a list, a set, a deque, a dict or an array holds."""
+    if isinstance(container, numpy.ndarray):
+        return container.copy()
+    plain = _plain(container)
+    return plain(plain.items(container) if isinstance(container, dict) else plain.__iter__(container))
+
+
 class Entry(Place):
     """A name in a dict: an attribute, a hook, a buffer, a global."""
 
     def read(self) -> Any:
-        return self.owner.get(self.name, MISSING)
+        return dict.get(self.owner, self.name, MISSING)
 
     def write(self, item: Any) -> None:
-        if item is MISSING:
-            self.owner.pop(self.name, None)
-        else:
-            self.owner[self.name] = item
+        plain = _plain(self.owner)
+        if item is not MISSING:
+            plain.__setitem__(self.owner, self.name, item)
+        elif self.name in self.owner:
+            plain.__delitem__(self.owner, self.name)
 
 
 class Attribute(Place):
-    """An attribute of a class or of a tensor."""
+    """An attribute of a class, of a tensor, or of an object with slots."""
 
     def read(self) -> Any:
         if isinstance(self.owner, type):
@@ -92,14 +116,18 @@ class Attribute(Place):
 
 
 class Contents(Place):
-    """All that a list, a set or a deque holds, or a dict in its order."""
+    """All that a list, a set, a deque or an array holds, or a dict in its order."""
 
     def read(self) -> Any:
-        return self.owner.copy()
+        return _copy_of(self.owner)
 
     def write(self, item: Any) -> None:
-        self.owner.clear()
-        self.owner.extend(item) if isinstance(self.owner, list | collections.deque) else self.owner.update(item)
+        if isinstance(self.owner, numpy.ndarray):
+            self.owner[...] = item
+            return
+        plain = _plain(self.owner)
+        plain.clear(self.owner)
+        (plain.extend if isinstance(self.owner, list | collections.deque) else plain.update)(self.owner, item)
 
 
 class Cell(Place):
@@ -139,7 +167,7 @@ class Change:
 
 
 class Holder:
-    """An object that holds state: a dict or a class by names, a list, set or deque, a variable of a closure."""
+    """An object that holds state: names in a dict, a class or slots; a list, set, deque or array; a cell."""
 
     def __init__(self, path: str, owner: Any, reach: Reach, *, is_ordered: bool = False) -> None:
         self.path, self.owner, self.reach = path, owner, reach
@@ -149,14 +177,16 @@ class Holder:
     def _read(self) -> Any:
         if isinstance(self.owner, types.CellType):
             return Cell(self.owner).read()
-        if isinstance(self.owner, _LISTS) or not self._is_namespace():
-            return self.owner.copy()
+        if slots := _slots_of(type(self.owner)):
+            return {name: getattr(self.owner, name, MISSING) for name in slots}
+        if not self._is_namespace():
+            return _copy_of(self.owner)
         names = vars(self.owner) if isinstance(self.owner, type) else self.owner
         return {name: item for name, item in names.items() if not name.startswith("__")}
 
     def _is_namespace(self) -> bool:
         """Whether it is a class or the globals of a file, where names with two underscores are Python's own."""
-        return isinstance(self.owner, type) or "__builtins__" in self.owner
+        return isinstance(self.owner, type) or (isinstance(self.owner, dict) and "__builtins__" in self.owner)
 
     def changes(self, is_same: Callable[[Any, Any], bool]) -> Iterator[Change]:
         """What is no longer as it was."""
@@ -167,13 +197,16 @@ class Holder:
         elif isinstance(self.owner, set):
             if now != before:
                 yield Change(self.path, Contents(self.owner), before, now, self.reach)
+        elif isinstance(self.owner, numpy.ndarray):
+            if now.tobytes() != before.tobytes():
+                yield Change(self.path, Contents(self.owner), before, now, self.reach)
         elif isinstance(self.owner, _LISTS):
             if len(now) != len(before) or not all(map(is_same, now, before)):
                 yield Change(self.path, Contents(self.owner), before, now, self.reach)
         elif self._is_ordered and list(now)[: len(before)] != list(before):
             yield Change(self.path, Contents(self.owner), before, now, self.reach)
         else:
-            kind = Attribute if isinstance(self.owner, type) else Entry
+            kind = Entry if isinstance(self.owner, dict) else Attribute
             for name in dict.fromkeys((*before, *now)):
                 left, right = before.get(name, MISSING), now.get(name, MISSING)
                 if not is_same(right, left):
@@ -259,18 +292,32 @@ class _Walk:
             return
         if isinstance(item, types.FunctionType):
             self._look_at_function(path, item, depth)
-        elif type(item) in (*_LISTS, *_DICTS):
+        elif isinstance(item, numpy.ndarray):
+            if item.size < _MAX_ITEMS and not item.dtype.hasobject:
+                self.holders.append(Holder(path, item, reach))
+        elif isinstance(item, (*_LISTS, *_DICTS)):
             if len(item) < _MAX_ITEMS:
-                self.holders.append(Holder(path, item, reach, is_ordered=type(item) in _DICTS))
-                for part in item.values() if isinstance(item, dict) else item:
+                self.holders.append(Holder(path, item, reach, is_ordered=isinstance(item, dict)))
+                for part in _copy_of(item).values() if isinstance(item, dict) else _copy_of(item):
                     self.look(path, part, depth + 1)
+            self._look_at_attributes(path, item, depth, reach)
         elif isinstance(item, tuple | types.MethodType | functools.partial):
             for part in _parts_of(item):
                 self.look(path, part, depth + (type(item) is tuple))
-        elif isinstance(getattr(item, "__dict__", None), dict) and _is_users_class(type(item)):
+        else:
+            self._look_at_attributes(path, item, depth, reach)
+
+    def _look_at_attributes(self, path: str, item: Any, depth: int, reach: Reach) -> None:
+        if not (_is_users_class(type(item)) or isinstance(item, _CARRIERS)):
+            return
+        parts = [(name, getattr(item, name, MISSING)) for name in _slots_of(type(item))]
+        if parts:
+            self.holders.append(Holder(path, item, reach))
+        if isinstance(getattr(item, "__dict__", None), dict):
             self.holders.append(Holder(path, vars(item), reach))
-            for name, part in list(vars(item).items()):
-                self.look(f"{path}.{name}", part, depth + 1)
+            parts += vars(item).items()
+        for name, part in parts:
+            self.look(f"{path}.{name}", part, depth + 1)
 
     def _look_at_function(self, path: str, function: types.FunctionType, depth: int) -> None:
         is_own = is_users(function.__code__.co_filename)
@@ -297,6 +344,14 @@ class _Walk:
 def _is_users_class(kind: type) -> bool:
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return kind.__module__ != "builtins" and is_users(file)
+
+
+def _slots_of(kind: type) -> list[str]:
+    """The attributes of the user's objects that are in slots and not in a `__dict__`."""
+    if not _is_users_class(kind):
+        return []
+    members = [item for base in kind.__mro__ if _is_users_class(base) for item in vars(base).items()]
+    return [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
 
 
 def holds_traced(item: Any, known: Container[int]) -> bool:
@@ -326,7 +381,8 @@ def _parts_of(item: Any) -> Iterable[Any]:
         cells = [Cell(cell).read() for cell in item.__closure__ or ()]
         return *cells, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values(), *vars(item).values()
     attributes = getattr(item, "__dict__", None)
-    return list(attributes.values()) if isinstance(attributes, dict) else ()
+    slots = [getattr(item, name, None) for name in _slots_of(type(item))]
+    return [*attributes.values(), *slots] if isinstance(attributes, dict) else slots
 
 
 def key_of(item: Any) -> Any:
@@ -339,4 +395,4 @@ def key_of(item: Any) -> Any:
 
 
 def _part_key(part: Any) -> Any:
-    return structure_key(part) if isinstance(part, ATOMS) else Same(part)
+    return structure_key(part) if isinstance(part, (*ATOMS, numpy.ndarray)) else Same(part)

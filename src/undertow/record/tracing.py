@@ -12,6 +12,7 @@ used.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ load_dynamo()  # PyTorch would import it at the first recording, and register ty
 
 aten = torch.ops.aten
 
+_FAKE_LOG = logging.getLogger(FakeTensorMode.__module__)
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _WITHOUT_TENSORS = frozenset((int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device))
 _QUERIES = {aten.is_pinned.default, aten.sym_size.default, aten.sym_stride.default, aten.sym_numel.default}
@@ -118,8 +120,13 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def on_fakes(self) -> Iterator[None]:
         """Run what is inside on fake tensors, unrecorded."""
-        with disable_current_modes(), self.fake_mode:
-            yield
+        # PyTorch would print the traceback of a failure before the caller has tried another way.
+        was_disabled, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
+        try:
+            with disable_current_modes(), self.fake_mode:
+                yield
+        finally:
+            _FAKE_LOG.disabled = was_disabled
 
     def new_tensor(self, value: Value) -> TracedTensor:
         """A traced tensor for a value that exists already."""

@@ -156,20 +156,26 @@ class Run:
     done: list[Pattern] = field(default_factory=list)  # patterns of the backward passes so far
     finished: dict[Value, Any] | None = None  # all gradients, computed at once when the pattern is not the expected one
 
-    def start_backward(self, cts: Sequence[Any]) -> None:
-        """Prepare slots and cotangents for the first segment."""
+    def choose_step(self, cts: Sequence[Any]) -> Step:
+        """The step for these cotangents: the expected one, or the one for this pattern.
+
+        It must not be called below autograd: a step that is made there would hold operations such as `reshape`, which
+        PyTorch takes apart on the way down.
+        """
+        pattern = tuple(ct is not None for ct in cts)
+        return self.step if pattern == self.step.pattern else self.step_for(pattern)
+
+    def start_backward(self, step: Step, cts: Sequence[Any]) -> None:
+        """Prepare slots and cotangents for the first segment of the chosen step."""
         for tensor, version in self.exposed:
             if tensor._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     "an output of the planned module was changed before backward(); clone it first"
                 )
-        pattern = tuple(ct is not None for ct in cts)
-        self.done.append(pattern)
-        step = self.step
-        if pattern != step.pattern:
-            step = self.step_for(pattern)
-            self.remember(pattern)
+        self.done.append(step.pattern)
+        if step is not self.step:
+            self.remember(step.pattern)
         self._hide_hooks(step)
         slots = self.slots if step is self.step and self.slots is not None else self._replay(step)
         # A ZeroTensor has no memory, but the last operation that reads a cotangent may write over it.
@@ -275,8 +281,9 @@ class _Entry(torch.autograd.Function):
                 "create_graph=True through a planned module is not supported; use ut.hvp or ut.hessian, "
                 "or call the original module for this step"
             )
+        step = ctx.run.choose_step(cts)
         with below_autograd():
-            ctx.run.start_backward(cts)
+            ctx.run.start_backward(step, cts)
             cts.clear()
             gradients = ctx.run.gradients_of(ctx.part)
         return None, None, None, None, _token(ctx), *gradients
