@@ -46,6 +46,7 @@ from undertow.ops.opaque import (
     through_autograd,
 )
 from undertow.ops.own import GENERATOR_STATE
+from undertow.record.origins import origin_at
 from undertow.record.traced_tensor import Storage, TracedTensor
 from undertow.record.tracing import Namer, Recorder
 from undertow.rules.registry import Call, find_op
@@ -114,15 +115,15 @@ class _Backward(Recorder):
         self.active: set[Value] = set()
         self.zeros: set[Value] = set()  # ZeroTensors in eager: the derivative of sgn, and what is computed from it
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is aten._efficientzerotensor.default:
             return self._make_zeros(*args, **kwargs)
         if not self.zeros:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().dispatch(func, args, kwargs)
         is_zero = [isinstance(item, TracedTensor) and self.value_of(item) in self.zeros for item in args[:2]]
         if any(is_zero) and (stays := self._stay_zero(func, args, is_zero)) is not None:
             return stays
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().dispatch(func, args, kwargs)
         if any(is_zero) and operation_of(func).is_view:
             self.zeros.update(self.value_of(item) for item in flatten_outputs(result) if item is not None)
         return result
@@ -139,7 +140,7 @@ class _Backward(Recorder):
         return self._make_zeros(found.shape, dtype=found.dtype, device=found.device)
 
     def _make_zeros(self, shape: Sequence[int], **options: Any) -> torch.Tensor:
-        made: torch.Tensor = super().__torch_dispatch__(aten.zeros.default, (), (list(shape),), options)
+        made: torch.Tensor = super().dispatch(aten.zeros.default, (list(shape),), options)
         self.zeros.add(self.value_of(made))
         return made
 
@@ -147,7 +148,8 @@ class _Backward(Recorder):
         if self.node is None:
             return Origin()
         first = next((value.name for value in self.node.outputs if value is not None), "")
-        return replace(self.node.origin, derived_from=first)
+        origin = self.node.origin
+        return origin_at(origin.module_path, origin.file, origin.line, first)
 
     def build(self, outputs: Sequence[Value], wanted: Sequence[Value], is_cleaned: bool = True) -> Program:
         """The joint Program; `is_cleaned` removes what the gradients do not depend on."""

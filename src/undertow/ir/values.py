@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,19 +28,25 @@ class Value:
     __repr__ = __str__
 
 
-def values_in(arguments: Any) -> Iterator[Value]:
+def values_in(arguments: Any) -> tuple[Value, ...]:
     """The Values in nested tuples."""
-    if isinstance(arguments, Value):
-        yield arguments
-    elif isinstance(arguments, tuple | list):
-        for argument in arguments:
-            yield from values_in(argument)
+    found: list[Value] = []
+    _collect(arguments, found)
+    return tuple(found)
 
 
-def map_values(arguments: Any, replace: Any) -> Any:
+def _collect(item: Any, found: list[Value]) -> None:
+    if isinstance(item, Value):
+        found.append(item)
+    elif isinstance(item, tuple | list):
+        for part in item:
+            _collect(part, found)
+
+
+def map_values(arguments: Any, replace: Callable[[Value], Any]) -> Any:
     """`arguments` with every Value v replaced by `replace(v)`, tuples kept."""
     if isinstance(arguments, Value):
         return replace(arguments)
     if isinstance(arguments, tuple | list):
-        return tuple(map_values(argument, replace) for argument in arguments)
+        return tuple([map_values(argument, replace) for argument in arguments])
     return arguments
