@@ -97,10 +97,9 @@ class Node:
         set_field = object.__setattr__
         if type(self.operation) is not Operation:
             set_field(self, "operation", operation_of(self.operation))
-        if all([type(item) is Value for item in self.args]):
+        inputs = values_in(self.args)
+        if inputs == self.args:  # usual, and one tuple less to keep
             inputs = self.args
-        else:
-            inputs = values_in(self.args)
         if self.kwargs:
             inputs += values_in(tuple(self.kwargs.values()))
         set_field(self, "inputs", inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +42,7 @@ def _collect(item: Any, found: list[Value]) -> None:
             _collect(part, found)
 
 
-def map_values(arguments: Any, replace: Callable[[Value], Any]) -> Any:
+def map_values(arguments: Any, replace: Any) -> Any:
     """`arguments` with every Value v replaced by `replace(v)`, tuples kept."""
     if isinstance(arguments, Value):
         return replace(arguments)
