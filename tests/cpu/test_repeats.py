@@ -33,7 +33,7 @@ class Written(nn.Module):
     def forward(self, x, y):
         z = x * 2
         for row in range(3):
-            z[row] = z[row] * y[row]
+            z[row] = z[row].clone() * y[row]
             z[:, row] += y[row]
         return z.exp().sum() + z[1].clone().mul_(x[0]).sum()
 

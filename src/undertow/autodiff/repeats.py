@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from undertow.ir import Node, Value, map_values, values_in
 from undertow.record.outlines import Outline
 from undertow.record.traced_tensor import Alias, Storage, TracedTensor
@@ -156,11 +154,14 @@ def _describe(item: Any, call: RuleCall, known: set[Value]) -> Any:
 
 def _key_of(item: Any, tensors: list[TracedTensor]) -> Any:
     """An argument by its value; a tensor by its place among the tensors."""
-    if isinstance(item, TracedTensor):
+    kind = type(item)
+    if kind is TracedTensor:
         tensors.append(item)
         return TracedTensor, len(tensors)
-    if isinstance(item, tuple | list) and not isinstance(item, torch.Size):
-        return type(item), tuple([_key_of(part, tensors) for part in item])
-    if isinstance(item, dict):
+    if kind is tuple or kind is list:
+        return kind, tuple([_key_of(part, tensors) for part in item])
+    if kind is str or kind is int or kind is bool or item is None:
+        return kind, item
+    if kind is dict:
         return dict, tuple([(name, _key_of(part, tensors)) for name, part in item.items()])
-    return type(item), repr(item) if isinstance(item, float | complex) else item  # 0.0 and -0.0 are told apart
+    return kind, repr(item) if isinstance(item, float | complex) else item  # 0.0 and -0.0 are told apart

@@ -257,5 +257,5 @@ def _freeze(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: _freeze(item) for name, item in state.items()}
     if isinstance(state, tuple | list):
-        return [_freeze(item) for item in state]
+        return [item if type(item) is int else _freeze(item) for item in state]
     return state.tobytes() if hasattr(state, "tobytes") else state
