@@ -31,6 +31,7 @@ from undertow.costs.table import find_costs, find_workspaces
 from undertow.doing import doing
 from undertow.errors import CallError, PlanError
 from undertow.free_memory import find_free_memory
+from undertow.garbage import no_collection
 from undertow.ir import Node, Plan, Program
 from undertow.ir.check_plan import check_plan
 from undertow.ir.cleaning import forget_unread, remove_unused
@@ -92,7 +93,7 @@ class Request:
 
 def record(request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """The forward pass as a Program: the function, run once on tensors without data."""
-    with doing("recording the model"):
+    with doing("recording the model"), no_collection():
         captured = capture(request.forward, args, kwargs, request.model)
     if request.training is not None:
         _check_loss(captured)
@@ -150,7 +151,9 @@ def derive(
     if any(pattern):
         outputs = [program.outputs[place] for place, is_wanted in zip(places, pattern, strict=True) if is_wanted]
         inputs = [item.value for item in program.inputs if item.value in program.differentiable]
-        program = forget_shape_only_reads(differentiate(program, outputs, inputs, is_strict=request.is_strict))
+        with no_collection():
+            program = differentiate(program, outputs, inputs, is_strict=request.is_strict)
+        program = forget_shape_only_reads(program)
     program = undo_views(remove_unused(program))
     if is_fast and is_on_gpu:
         program = fuse(program)

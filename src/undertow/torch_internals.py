@@ -71,6 +71,7 @@ with _naming_what_is_missing():
     from torch._C import _storage_Use_Count as storage_use_count
     from torch._C import _VariableFunctions as VariableFunctions
     from torch._C._functorch import is_batchedtensor as is_mapped
+    from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensor_hooks
     from torch._ops import OpOverload, OpOverloadPacket
     from torch._prims_common import suggest_memory_format
     from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
@@ -110,6 +111,11 @@ def dispatcher_files() -> tuple[str, ...]:
     """The Python files of PyTorch through which an operation called in a dispatch mode may pass."""
     load_dynamo()
     return torch._compile.__file__, torch._dynamo.eval_frame.__file__
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks on saved tensors are set for all code that runs here."""
+    return top_saved_tensor_hooks(True) is not None  # also where a tracer would ignore them
 
 
 def activation_memory_budget(share: float) -> Any:

@@ -16,8 +16,11 @@ import undertow as ut
 from undertow.calls import runner
 from undertow.models.gpt import char_gpt
 from undertow.models.lstm import lstm
-from undertow.pipeline import NEAR_NOTE
+from undertow.pipeline import NEAR_NOTE, Request, record
 from undertow.planner import plan
+from undertow.record.capture import capture
+from undertow.record.traced_tensor import TracedTensor
+from undertow.terms import Terms
 
 MODELS = {
     "gpt": lambda: char_gpt(vocabulary=17, context=128, num_layers=1, width=32),
@@ -62,6 +65,95 @@ def test_every_length_has_eagers_bits(make_model):
                 loss.backward()
             found.append([loss.detach(), *(item.grad for item in network.parameters()), torch.get_rng_state()])
         assert all(all(map(torch.equal, found[0], other)) for other in found[1:]), length
+
+
+class Branching(nn.Module):
+    """Branches on the length; its constants, its operations and the sizes among their arguments change with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(17, 8), nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, tokens):
+        x, length = self.embedding(tokens), tokens.shape[1]
+        for index, layer in enumerate(self.layers):
+            y = layer(x) * (1 / length if index else -0.0 if length % 2 else 0.0)
+            x = x + (y.tanh() if length % 3 == index else y.sigmoid())
+        if length > 10:
+            x = x.flip(1) if length % 2 else x.roll(length // 2, 1)
+        x = x[:, length // 3 :] * torch.arange(length - length // 3)[:, None].float()
+        return self.layers[length % 3](x) if length % 4 else self.layers[0](x).cumsum(1)
+
+
+@pytest.mark.parametrize("kind", ["plan", "train_step"])
+def test_a_model_that_does_something_else_at_each_length_has_eagers_bits(kind):
+    torch.manual_seed(0)
+    model = Branching()
+    eager, tokens = copy.deepcopy(model), make_tokens(7)
+
+    def value_of(outputs):
+        return outputs.square().mean()
+
+    step = ut.plan(model, (tokens,)) if kind == "plan" else ut.train_step(model, (tokens,), loss=value_of)
+    for length in shuffled([*range(3, 27), *range(3, 9)]):
+        tokens = make_tokens(length)
+        expected = value_of(eager(tokens))
+        expected.backward()
+        loss = step(tokens)
+        if kind == "plan":
+            loss = value_of(loss)
+            loss.backward()
+        assert torch.equal(loss, expected), length
+        for item, other in zip(model.parameters(), eager.parameters(), strict=True):
+            assert (item.grad is None) == (other.grad is None), length
+            assert item.grad is None or bits(item.grad) == bits(other.grad), length
+        model.zero_grad(), eager.zero_grad()
+
+
+def bits(tensor):
+    return tensor.contiguous().numpy().tobytes()
+
+
+def test_a_saved_tensor_does_not_keep_the_recording_alive():
+    def count_twins():
+        gc.collect()
+        return sum(type(item) is TracedTensor for item in gc.get_objects())
+
+    planned = ut.plan(MODELS["gpt"](), (make_tokens(4),))
+    before = count_twins()
+    planned(make_tokens(5)).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        planned(make_tokens(6)).sum().backward()
+    assert count_twins() == before
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_collections_are_on_again_as_they_were(is_enabled):
+    class Failing(nn.Module):
+        def forward(self, x):
+            assert gc.isenabled() is False
+            if x.shape[0] > 2:
+                raise ZeroDivisionError
+            return x.exp()
+
+    assert gc.isenabled()
+    try:
+        if not is_enabled:
+            gc.disable()
+        captured = capture(lambda x: x.exp(), (torch.randn(2),), {})
+        assert gc.isenabled() is is_enabled and captured.program.nodes
+        request = planned_request(Failing())
+        record(request, (torch.randn(2),), {})
+        assert gc.isenabled() is is_enabled
+        with pytest.raises(ZeroDivisionError):
+            record(request, (torch.randn(3),), {})
+        assert gc.isenabled() is is_enabled
+    finally:
+        gc.enable()
+
+
+def planned_request(model):
+    return Request(model, model.__call__, Terms())
 
 
 def test_captures_stay_within_their_memory(monkeypatch):

@@ -20,7 +20,9 @@ from undertow.ir.schema import bind_arguments, flatten_outputs
 from undertow.ops.interpret import run_node
 from undertow.ops.modes import below_autograd
 from undertow.record.capture import Captured, capture
+from undertow.record.outlines import _PRODUCTS, _SHAPE_KEPT, Outline, find_outlines
 from undertow.rules.registry import Op
+from undertow.torch_internals import FakeTensorMode
 
 aten = torch.ops.aten
 
@@ -166,3 +168,88 @@ def test_types_are_those_that_kernels_give(op: Op) -> None:
     assert accepted
     wrong = [text for bound in accepted for text in differing_types(*record(op, bound))]
     assert not wrong, "\n".join(dict.fromkeys(wrong))
+
+
+PLENTY = (3, 1, 70, 33)
+
+
+def call_of(target: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    """Arguments of an operation that keeps the shape of its tensors."""
+    if target in (aten._softmax.default, aten._log_softmax.default):
+        return tensors[0], -1, False
+    if target in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
+        return *tensors[:2], -1, tensors[0].dtype
+    if target is aten._safe_softmax.default:
+        return tensors[0], 1
+    if target is aten.full_like.default:
+        return tensors[0], 2.5
+    return tensors[
+        : sum("Tensor" in str(item.type) and not item.has_default_value() for item in target._schema.arguments)
+    ]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *sorted(_SHAPE_KEPT, key=str),
+        aten.add.Tensor,
+        aten.where.self,
+        aten.gelu.default,
+        aten.lt.Tensor,
+        aten.mul.Tensor,
+    ],
+    ids=str,
+)
+def test_a_twin_tells_the_type_for_any_size(target: Any) -> None:
+    mode = FakeTensorMode()
+    for shape, dtype in itertools.product(
+        [PLENTY, (300, 7), (1,), (2, 1, 1), (64, 2048)], [torch.float32, torch.float64]
+    ):
+        tensors: list[Any] = [torch.ones(shape, dtype=dtype), torch.ones(shape), torch.ones((), dtype=torch.float64)]
+        if target is aten.where.self:
+            tensors = [tensors[0] > 0, *tensors[:2]]
+        if target in (aten.tril.default, aten.triu.default) and len(shape) < 2:
+            continue
+        if target in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
+            tensors[1] = tensors[0]
+        for given in [tensors, [tensors[0], tensors[-1], tensors[-1]]] if target is aten.add.Tensor else [tensors]:
+            args = call_of(target, *given)
+            if target is aten._safe_softmax.default and len(shape) < 2:
+                args = tensors[0], 0
+            outlines = map_tensors(args, lambda item: Outline(mode, TensorType.of(item)))
+            found = find_outlines(mode, target, outlines, {})
+            assert found is not None and found[0][0] is not None
+            assert found[0][0].type == TensorType.of(target(*args)), (shape, dtype)
+
+
+@pytest.mark.parametrize("target", _PRODUCTS, ids=str)
+def test_products_are_row_major_however_their_factors_lie(target: Any) -> None:
+    mode = FakeTensorMode()
+    num_dims = _PRODUCTS[target]
+    for rows, inner, columns, layout in itertools.product((0, 1, 5), (0, 1, 4), (1, 3), LAYOUTS.values()):
+        left, right = (layout(torch.ones((2, *size)[-num_dims:])) for size in ((rows, inner), (inner, columns)))
+        whole = torch.ones((2, rows, columns)[-num_dims:])
+        biases = [whole, whole[..., :1], layout(whole[..., :1, :])] if "add" in str(target) else [None]
+        for bias in biases:
+            args = (left, right) if bias is None else (bias, left, right)
+            found = find_outlines(mode, target, map_tensors(args, lambda item: Outline(mode, TensorType.of(item))), {})
+            assert found is not None and found[0][0] is not None
+            assert found[0][0].type == TensorType.of(target(*args))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (torch.ones(2, 3), torch.ones(2, 3)),
+        (torch.ones(2, 3), torch.ones(3, 3).double()),
+        (torch.ones(2, 3), torch.ones(3)),
+        (torch.ones(5), torch.ones(2, 3), torch.ones(3, 4)),
+        (torch.ones(1, 2, 4), torch.ones(2, 3), torch.ones(3, 4)),
+    ],
+)
+def test_a_wrong_product_is_left_to_eager(args: tuple[torch.Tensor, ...]) -> None:
+    mode = FakeTensorMode()
+    target = aten.mm.default if len(args) == 2 else aten.addmm.default
+    assert find_outlines(mode, target, tuple(Outline(mode, TensorType.of(item)) for item in args), {}) is None
+    with pytest.raises(RuntimeError):
+        target(*args)

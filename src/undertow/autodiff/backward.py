@@ -9,13 +9,14 @@ come from the registry and are recorded like any other tensor code.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from undertow.autodiff.repeats import Repeat, RuleCall
 from undertow.errors import CaptureError, MissingRule
 from undertow.ir import (
     Gradient,
@@ -46,9 +47,10 @@ from undertow.ops.opaque import (
     through_autograd,
 )
 from undertow.ops.own import GENERATOR_STATE
+from undertow.record.origins import origin_at
 from undertow.record.traced_tensor import Storage, TracedTensor
 from undertow.record.tracing import Namer, Recorder
-from undertow.rules.registry import Call, find_op
+from undertow.rules.registry import Call, Vjp, find_op
 from undertow.torch_internals import DisableAutocast, DynamicOutputShapeException, FakeTensorMode, disable_current_modes
 
 aten = torch.ops.aten
@@ -111,18 +113,19 @@ class _Backward(Recorder):
         self.forward = {*program.makers, *(item.value for item in program.inputs)}
         self.complete: dict[Value, Value] = {}
         self.generator_states: dict[Node, Node] = {}
+        self.repeats: dict[Any, Repeat] = {}  # what rules recorded
         self.active: set[Value] = set()
         self.zeros: set[Value] = set()  # ZeroTensors in eager: the derivative of sgn, and what is computed from it
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is aten._efficientzerotensor.default:
             return self._make_zeros(*args, **kwargs)
         if not self.zeros:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().dispatch(func, args, kwargs)
         is_zero = [isinstance(item, TracedTensor) and self.value_of(item) in self.zeros for item in args[:2]]
         if any(is_zero) and (stays := self._stay_zero(func, args, is_zero)) is not None:
             return stays
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().dispatch(func, args, kwargs)
         if any(is_zero) and operation_of(func).is_view:
             self.zeros.update(self.value_of(item) for item in flatten_outputs(result) if item is not None)
         return result
@@ -139,7 +142,7 @@ class _Backward(Recorder):
         return self._make_zeros(found.shape, dtype=found.dtype, device=found.device)
 
     def _make_zeros(self, shape: Sequence[int], **options: Any) -> torch.Tensor:
-        made: torch.Tensor = super().__torch_dispatch__(aten.zeros.default, (), (list(shape),), options)
+        made: torch.Tensor = super().dispatch(aten.zeros.default, (list(shape),), options)
         self.zeros.add(self.value_of(made))
         return made
 
@@ -147,7 +150,8 @@ class _Backward(Recorder):
         if self.node is None:
             return Origin()
         first = next((value.name for value in self.node.outputs if value is not None), "")
-        return replace(self.node.origin, derived_from=first)
+        origin = self.node.origin
+        return origin_at(origin.module_path, origin.file, origin.line, first)
 
     def build(self, outputs: Sequence[Value], wanted: Sequence[Value], is_cleaned: bool = True) -> Program:
         """The joint Program; `is_cleaned` removes what the gradients do not depend on."""
@@ -178,6 +182,7 @@ class _Backward(Recorder):
             differentiable=self._extend(differentiable),
         )
         self.cotangents.clear()
+        self.repeats.clear()
         self.release()
         return check_program(remove_unused(joint) if is_cleaned else joint)
 
@@ -240,10 +245,25 @@ class _Backward(Recorder):
         outs = [None if value is None else self.tensor(value) for value in node.outputs]
         call = Call(base, map_values(node.args, self.tensor), map_values_of(kwargs, self.tensor), outs, wanted)
         try:
-            found = vjp.cotangents(call, cts if mutating is None else cts[: len(base._schema.returns)])
+            found = self._apply(vjp, call, cts if mutating is None else cts[: len(base._schema.returns)])
         except DynamicOutputShapeException:  # a boolean mask selects how many elements only at run time
             return self._pull_back_through_autograd(node, cts)
         return [(bound[name], found[name]) for name in vjp.arguments if name in wanted and name in found]
+
+    def _apply(self, vjp: Vjp, call: Call, cts: Sequence[Any]) -> Mapping[str, Any]:
+        """The cotangents of a call by a rule: run, or recorded again as for an earlier call that is alike."""
+        seen = None if self.zeros else RuleCall.of(id(vjp), *call.as_data(), tuple(cts))
+        if seen is None:
+            return vjp.cotangents(call, cts)
+        repeat = self.repeats.get(seen.key)
+        if repeat is not None:
+            return repeat.record(self, seen)
+        start = len(self.nodes)
+        found = vjp.cotangents(call, cts)
+        repeat = None if self.zeros else Repeat.of(seen, self.nodes[start:], found)
+        if repeat is not None:
+            self.repeats[seen.key] = repeat
+        return found
 
     def _pull_back_function(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
         if self.is_composed:  # its context holds one derivative; for two it runs again

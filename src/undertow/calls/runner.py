@@ -13,6 +13,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from undertow.record.origins import place_of
 from undertow.record.python_state import state_put_back
 from undertow.record.traced_tensor import TracedTensor
 from undertow.runtime.step import Pattern, Run, Step, attach_backward, place_among_outputs
+from undertow.torch_internals import has_saved_tensor_hooks
 
 MAX_OUTCOMES = 64  # paths through a model's branches on tensor values
 # Captures are kept as long as they fit into this much memory, and in any case so many: shapes, dtypes, modes. Their
@@ -298,9 +300,7 @@ class Runner:
     def _add(self, variants: list[Variant], args: Any, kwargs: Any) -> Variant:
         start_s = time.perf_counter()
         try:
-            # Hooks on saved tensors, such as torch.utils.checkpoint's, are for what runs, not for recording it.
-            keep_hooks_out = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-            with _PLANNING, unwatched(), keep_hooks_out:
+            with _PLANNING, unwatched(), _without_hooks():
                 captured = record(self.request, args, kwargs)
         except UndertowError:
             raise
@@ -467,6 +467,14 @@ def _refuse_tangents(tensors: list[torch.Tensor]) -> None:
         raise UndertowError(
             "forward-mode differentiation through a planned module is not supported; call the module itself"
         )
+
+
+def _without_hooks() -> AbstractContextManager[Any]:
+    """Keep the user's hooks on saved tensors out, such as torch.utils.checkpoint's: they are for what runs."""
+    if not has_saved_tensor_hooks():
+        return nullcontext()
+    # Without history: an operation that saves its own output would hold itself for ever.
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
 
 def _sharing(tensors: list[torch.Tensor]) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from undertow.errors import PlanError
@@ -103,11 +104,12 @@ class _Replay:
             for value in node.named_outputs
             if node.operation.borrows and isinstance(value.type, OpaqueType)
         }
-        self.lost: dict[Value, str] = {}  # why a value can no longer be read
+        self.lost: dict[Value, tuple[str, str | _Place]] = {}  # why a value can no longer be read, and by whom
         self.placed: list[tuple[int, int, int]] = []  # first byte, byte after the last, storage; sorted
         self.held_bytes = sum(plan.held.values())
         self.outside_bytes = self.held_bytes - plan.held.get(ARENA_GAPS, 0)
         self.arena_bytes = max((end for _, end in _spans(plan)), default=0)
+        self.peak_bytes = plan.peak_bytes
         self.inputs = {self.storage(item.value) for item in self.program.inputs}
         self.ends = {self.storage(value): value for value in self.program.ends}
 
@@ -149,7 +151,7 @@ class _Replay:
                 self._overwrite(self.storage(update.input), f"the update by {update.value}", keep=set())
 
     def _run(self, position: int, node: Node) -> None:
-        name = _describe(node, position)
+        name = _Place(node, position)
         for value in node.inputs:
             self._check_readable(value, name)
             for borrowed in self.borrowed.get(value, ()):
@@ -171,23 +173,24 @@ class _Replay:
         if self.plan.budget_bytes is not None and found > self.plan.budget_bytes:
             raise PlanError(f"{name}: {found} bytes are held, {found - self.plan.budget_bytes} more than the budget")
         found += self.arena_bytes + self.outside_bytes - self.held_bytes
-        if found > self.plan.peak_bytes:
-            raise PlanError(f"{name}: {found} bytes are held with all of the arena, the peak is {self.plan.peak_bytes}")
+        if found > self.peak_bytes:
+            raise PlanError(f"{name}: {found} bytes are held with all of the arena, the peak is {self.peak_bytes}")
         for storage in self.tables.frees[position]:
             self._free(storage, name)
 
-    def _check_readable(self, value: Value, reader: str) -> None:
+    def _check_readable(self, value: Value, reader: str | _Place) -> None:
         storage = self.storage(value)
         if storage not in self.present or value not in self.valid.get(storage, ()):
             raise PlanError(f"{reader} reads {value}{self._why(value)}")
 
     def _why(self, value: Value) -> str:
-        return f", {self.lost[value]}" if value in self.lost else " before it is assigned"
+        what, who = self.lost.get(value, ("", ""))
+        return f", {what.format(who)}" if what else " before it is assigned"
 
     def _make_valid(self, value: Value) -> None:
         self.valid.setdefault(self.storage(value), set()).add(value)
 
-    def _allocate(self, value: Value, maker: str) -> None:
+    def _allocate(self, value: Value, maker: str | _Place) -> None:
         storage = self.storage(value)
         if storage in self.present:
             others = ", ".join(map(str, sorted(self.valid[storage], key=str)))
@@ -215,12 +218,12 @@ class _Replay:
                 raise PlanError(f"{value} overlaps {holder} in memory: {spans}")
         insort(self.placed, entry)
 
-    def _overwrite(self, storage: int, writer: str, keep: set[Value]) -> None:
+    def _overwrite(self, storage: int, writer: str | _Place, keep: set[Value]) -> None:
         for value in self.valid.get(storage, set()) - keep:
-            self.lost[value] = f"which {writer} overwrote"
+            self.lost[value] = "which {} overwrote", writer
         self.valid[storage] = self.valid.get(storage, set()) & keep
 
-    def _free(self, storage: int, name: str) -> None:
+    def _free(self, storage: int, name: _Place) -> None:
         if storage in self.inputs:
             raise PlanError(f"{name}: frees storage {storage}, which is the user's")
         if storage not in self.present:
@@ -228,11 +231,13 @@ class _Replay:
         if storage in self.ends:
             raise PlanError(f"{name}: frees {self.ends[storage]}, which is a result of the step")
         for value in self.valid[storage]:
-            self.lost[value] = f"which was freed after {name}"
+            self.lost[value] = "which was freed after {}", name
         self.present.discard(storage)
         self.held_bytes -= self.tables.storage_bytes[storage]
-        self.outside_bytes -= self.tables.storage_bytes[storage] if self.tables.offsets[storage] is None else 0
-        self.placed = [entry for entry in self.placed if entry[2] != storage]
+        if self.tables.offsets[storage] is None:
+            self.outside_bytes -= self.tables.storage_bytes[storage]
+        else:
+            self.placed = [entry for entry in self.placed if entry[2] != storage]
 
 
 class _Comparison:
@@ -246,12 +251,12 @@ class _Comparison:
         seen: set[int] = set()
         for position, (node, bases) in enumerate(zip(self.program.nodes, self.plan.bases, strict=True)):
             if not all(0 <= base < len(self.base.nodes) for base in bases):
-                raise PlanError(f"{_describe(node, position)} stands for operations {bases}, which do not exist")
+                raise PlanError(f"{_Place(node, position)} stands for operations {bases}, which do not exist")
             if bases:
                 self._check_node(position, node, [self.base.nodes[base] for base in bases], bases[0] in seen)
                 seen.add(bases[0])
             elif node.task is not Task.RECORD_STATE or node.operation.chains(node) != (REVERSIBLE,):
-                raise PlanError(f"{_describe(node, position)} stands for no operation of the Program before planning")
+                raise PlanError(f"{_Place(node, position)} stands for no operation of the Program before planning")
         self._check_effects()
         self._check_results()
 
@@ -259,7 +264,7 @@ class _Comparison:
         return self.plan.repeats.get(value, value)
 
     def _check_node(self, position: int, node: Node, covered: list[Node], is_again: bool) -> None:
-        name, base = _describe(node, position), covered[0]
+        name, base = _Place(node, position), covered[0]
         operation, args = node.operation, (node.args, tuple(node.kwargs.items()))
         if operation.repeats is not None:
             self._check_state(name, node, position)
@@ -270,7 +275,7 @@ class _Comparison:
         if is_same:
             expected = (base.args, tuple(base.kwargs.items()))
             if not self._same(args, expected) and not self._leaves_out(node, base):
-                raise PlanError(f"{name} has other arguments than {_describe(base, self.base.positions[base])}")
+                raise PlanError(f"{name} has other arguments than {_Place(base, self.base.positions[base])}")
         elif not self._leaves_out(node, base):
             self._check_code(name, node, covered)
         for made, expected_value in zip(node.outputs, base.outputs, strict=False):
@@ -278,6 +283,8 @@ class _Comparison:
                 raise PlanError(f"{name} makes {made} where {base.name} makes {expected_value}")
 
     def _same(self, left: Any, right: Any) -> bool:
+        if left is right and not self.plan.repeats:
+            return True
         if isinstance(left, Value):
             return self.original(left) is right
         if isinstance(left, tuple | list):
@@ -294,7 +301,7 @@ class _Comparison:
         rest = [place for place in range(len(base.args)) if place not in dropped]
         return self._same([node.args[place] for place in rest], [base.args[place] for place in rest])
 
-    def _check_state(self, name: str, node: Node, position: int) -> None:
+    def _check_state(self, name: _Place, node: Node, position: int) -> None:
         """The state must have been recorded before the first run, with no other draw in between."""
         state = node.args[0]
         maker = self.makers.get(state) if isinstance(state, Value) else None
@@ -307,7 +314,7 @@ class _Comparison:
             when = "after its first run" if recorded > first else f"before {draws[0].name} drew too"
             raise PlanError(f"{name} is replayed with the wrong state: {state} was recorded {when}")
 
-    def _check_code(self, name: str, node: Node, covered: list[Node]) -> None:
+    def _check_code(self, name: _Place, node: Node, covered: list[Node]) -> None:
         """An encoding reads a value that the base makes or reads; a reader or decoder reads a code of such a value.
 
         A node that does the work of several nodes reads what they read; each of these feeds a later one of them.
@@ -355,10 +362,10 @@ class _Comparison:
     def _check_chain(self, chain: str, expected: list[int], found: list[int]) -> None:
         for place, index in enumerate(expected):
             if place >= len(found) or found[place] != index:
-                name = _describe(self.base.nodes[index], index)
+                name = _Place(self.base.nodes[index], index)
                 raise PlanError(f"{name} runs out of the order of {chain}, or does not run")
         if len(found) > len(expected):
-            raise PlanError(f"{_describe(self.base.nodes[found[-1]], found[-1])} runs twice, and is bound by {chain}")
+            raise PlanError(f"{_Place(self.base.nodes[found[-1]], found[-1])} runs twice, and is bound by {chain}")
 
     def _check_handed_over(self) -> None:
         ends = {item.value for item in self.program.gradients if item.value is not None}
@@ -367,7 +374,7 @@ class _Comparison:
             place = node.operation.hands_over
             value = None if place is None else node.args[place]
             if value is not None and value not in ends and self.original(value) in finals:
-                raise PlanError(f"{_describe(node, position)} hands over {value}, which is made again later: both stay")
+                raise PlanError(f"{_Place(node, position)} hands over {value}, which is made again later: both stay")
 
     def _check_results(self) -> None:
         pairs: list[tuple[str, Sequence[Value | None], Sequence[Value | None]]] = [
@@ -387,6 +394,13 @@ def computes_as(operation: Operation, base: Operation) -> bool:
     return operation in (base, base.functional_of, in_place_of(base))
 
 
-def _describe(node: Node, position: int) -> str:
-    place = f" ({node.origin})" if str(node.origin) else ""
-    return f"operation {position}, {node.name}{place},"
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A node and its position, as errors name it."""
+
+    node: Node
+    position: int
+
+    def __str__(self) -> str:
+        place = f" ({self.node.origin})" if str(self.node.origin) else ""
+        return f"operation {self.position}, {self.node.name}{place},"

@@ -94,9 +94,18 @@ class Node:
     named_outputs: tuple[Value, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "operation", operation_of(self.operation))
-        object.__setattr__(self, "inputs", tuple(values_in((self.args, tuple(self.kwargs.values())))))
-        object.__setattr__(self, "named_outputs", tuple(value for value in self.outputs if value is not None))
+        set_field = object.__setattr__
+        if type(self.operation) is not Operation:
+            set_field(self, "operation", operation_of(self.operation))
+        inputs = values_in(self.args)
+        if inputs == self.args:  # usual, and one tuple less to keep
+            inputs = self.args
+        if self.kwargs:
+            inputs += values_in(tuple(self.kwargs.values()))
+        set_field(self, "inputs", inputs)
+        has_unnamed = None in self.outputs
+        named = tuple([value for value in self.outputs if value is not None]) if has_unnamed else self.outputs
+        set_field(self, "named_outputs", named)
 
     @property
     def target(self) -> Any:
@@ -115,9 +124,13 @@ class Node:
         return None if place is None or not self.inputs else self.inputs[place]
 
     def with_values(self, change: Callable[[Value], Value]) -> Node:
-        """The node with every Value v among its arguments replaced by `change(v)`."""
-        kwargs = {name: map_values(item, change) for name, item in self.kwargs.items()}
-        return replace(self, args=map_values(self.args, change), kwargs=kwargs)
+        """The node with every Value v among its arguments replaced by `change(v)`; itself where none changes."""
+        new = {value: change(value) for value in self.inputs}
+        if all(value is found for value, found in new.items()):
+            return self
+        kwargs = {name: map_values(item, new.__getitem__) for name, item in self.kwargs.items()}
+        args = map_values(self.args, new.__getitem__)
+        return Node(self.operation, args, kwargs, self.outputs, self.origin, self.phase, self.task)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

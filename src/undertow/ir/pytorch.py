@@ -77,9 +77,10 @@ def operation_of(target: Any) -> Operation:
     """The record of one of PyTorch's operations; a record itself."""
     if isinstance(target, Operation):
         return target
-    if target not in _RECORDS:
-        _RECORDS[target] = pytorch(target.name())
-    return _RECORDS[target]
+    found = _RECORDS.get(target)
+    if found is None:
+        found = _RECORDS[target] = pytorch(target.name())
+    return found
 
 
 @operation_maker
@@ -132,7 +133,7 @@ def _written(node: Node) -> tuple[Value, ...]:
     written = [
         given for argument, given in zip(overload._schema.arguments, node.args, strict=False) if argument.is_write
     ]
-    return tuple(values_in(written))
+    return values_in(written)
 
 
 def _drops_out(overload: OpOverload, node: Node) -> bool:

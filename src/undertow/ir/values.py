@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +27,19 @@ class Value:
     __repr__ = __str__
 
 
-def values_in(arguments: Any) -> Iterator[Value]:
+def values_in(arguments: Any) -> tuple[Value, ...]:
     """The Values in nested tuples."""
-    if isinstance(arguments, Value):
-        yield arguments
-    elif isinstance(arguments, tuple | list):
-        for argument in arguments:
-            yield from values_in(argument)
+    found: list[Value] = []
+    _collect(arguments, found)
+    return tuple(found)
+
+
+def _collect(item: Any, found: list[Value]) -> None:
+    if isinstance(item, Value):
+        found.append(item)
+    elif isinstance(item, tuple | list):
+        for part in item:
+            _collect(part, found)
 
 
 def map_values(arguments: Any, replace: Any) -> Any:
@@ -42,5 +47,5 @@ def map_values(arguments: Any, replace: Any) -> Any:
     if isinstance(arguments, Value):
         return replace(arguments)
     if isinstance(arguments, tuple | list):
-        return tuple(map_values(argument, replace) for argument in arguments)
+        return tuple([map_values(argument, replace) for argument in arguments])
     return arguments

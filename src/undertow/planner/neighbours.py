@@ -87,7 +87,8 @@ class Neighbours:
         self, near: _Searched, nodes: Sequence[Node], table: Mapping[str, Cost], live: Mapping[str, Any]
     ) -> Callable[[Node], Cost]:
         """Costs that were measured, else the workspace measured now and the time scaled from the near step."""
-        unknown = [node for node in nodes if node.operation.parts is None and signature(node) not in table]
+        keys = {node: signature(node) for node in nodes}  # a text of some size: made once for each
+        unknown = [node for node in nodes if node.operation.parts is None and keys[node] not in table]
         if near.planner.has_measured_costs:
             measure_workspaces(unknown, self._workspaces, live)
         twins = dict(zip(nodes, near.nodes, strict=True))
@@ -99,7 +100,7 @@ class Neighbours:
             if node.operation.parts is not None:
                 whole = node.operation.parts(node, live)
                 return whole.combine([cost_of(part) for part in whole.nodes])
-            key = signature(node)
+            key = keys.get(node) or signature(node)
             if key in table:
                 return table[key]
             if not near.planner.has_measured_costs:

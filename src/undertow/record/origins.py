@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from functools import lru_cache
 from types import CodeType, FrameType
 
 import torch
@@ -30,9 +31,16 @@ def current_origin(module_paths: dict[int, str]) -> Origin:
         if not file and is_users(code.co_filename):
             file, line = code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return Origin(path or "", file, line)
+    return origin_at(path or "", file, line)
 
 
+@lru_cache(maxsize=1 << 14)
+def origin_at(module_path: str, file: str, line: int, derived_from: str = "") -> Origin:
+    """One object for equal origins: every length of a sequence records the same ones."""
+    return Origin(module_path, file, line, derived_from)
+
+
+@lru_cache(maxsize=1 << 12)
 def is_users(filename: str) -> bool:
     """Whether a file is the user's: not PyTorch's, Python's or Undertow's. The zoo counts as the user's."""
     if filename.startswith((_TORCH_FOLDER, "<")):

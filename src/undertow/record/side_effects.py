@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -204,10 +205,12 @@ class PythonRandomness:
         self._readers: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [(random.getstate, random.setstate)]
         if numpy_random is not None:
             self._readers.append((numpy_random.get_state, numpy_random.set_state))
-        for item in gc.get_objects() if is_thorough else ():
+        kinds = {random.Random} if numpy_random is None else {random.Random, numpy_random.Generator}
+        objects = gc.get_objects() if is_thorough else []  # a million: no line of Python may run for each
+        for item in compress(objects, map(kinds.__contains__, map(type, objects))):
             if type(item) is random.Random:
                 self._readers.append((item.getstate, item.setstate))
-            elif numpy_random is not None and type(item) is numpy_random.Generator:
+            else:
                 bits = item.bit_generator
                 self._readers.append((partial(getattr, bits, "state"), partial(setattr, bits, "state")))
         self._before = [read() for read, _ in self._readers]
@@ -254,5 +257,5 @@ def _freeze(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: _freeze(item) for name, item in state.items()}
     if isinstance(state, tuple | list):
-        return [_freeze(item) for item in state]
+        return [item if type(item) is int else _freeze(item) for item in state]
     return state.tobytes() if hasattr(state, "tobytes") else state

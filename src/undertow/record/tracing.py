@@ -61,6 +61,7 @@ load_dynamo()  # PyTorch would import it at the first recording, and register ty
 aten = torch.ops.aten
 
 _FAKE_LOG = logging.getLogger(FakeTensorMode.__module__)
+_GENERATOR = type(torch.default_generator)  # while a model is recorded, torch.Generator is a stand-in
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _WITHOUT_TENSORS = frozenset((int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device))
 _QUERIES = {aten.is_pinned.default, aten.sym_size.default, aten.sym_stride.default, aten.sym_numel.default}
@@ -147,7 +148,8 @@ class Recorder(TorchDispatchMode):
 
     def value_of(self, tensor: torch.Tensor) -> Value:
         """The current value of a tensor, reading it again from its storage if that was written since."""
-        tensor = self.traced(tensor)
+        if type(tensor) is not TracedTensor or tensor.recorder is not self:
+            tensor = self.traced(tensor)
         alias = tensor.alias
         if alias.version != alias.storage.version:
             value, fake = alias.storage.value, alias.storage.fake
@@ -164,7 +166,10 @@ class Recorder(TorchDispatchMode):
         return self.lift(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self.dispatch(func, args, kwargs or {})
+
+    def dispatch(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Record one operation; PyTorch wraps `__torch_dispatch__` itself, of every subclass, in two more calls."""
         if func.namespace == "prim" or func in _QUERIES:
             fake_args, fake_kwargs = self.fakes_of((args, kwargs))
             return func(*fake_args, **fake_kwargs)
@@ -195,8 +200,11 @@ class Recorder(TorchDispatchMode):
 
     def _find_outlines(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Made | None:
         """What an operation gives, where no FakeTensor is needed to tell."""
-        outlines = map_tensors((args, kwargs), lambda tensor: self.traced(tensor).outline)
-        return find_outlines(self.fake_mode, func, *outlines)
+        outlines = map_tensors(args, self._outline_of)
+        return find_outlines(self.fake_mode, func, outlines, map_tensors(kwargs, self._outline_of) if kwargs else {})
+
+    def _outline_of(self, tensor: torch.Tensor) -> Outline:
+        return self.traced(tensor).outline
 
     def _run_on_fakes(self, func: OpOverload, fake_args: Any, fake_kwargs: dict[str, Any]) -> Any:
         """Fakes with the types that the real kernel gives."""
@@ -270,6 +278,8 @@ class Recorder(TorchDispatchMode):
         value_args, value_kwargs = self.values_of(args), {name: self.values_of(item) for name, item in kwargs.items()}
         value_kwargs = _explicit_factory_options(func, value_kwargs, made)
         values = self.emit(func, value_args, value_kwargs, made)
+        if len(made) == 1 and not schema.is_view and made[0] is not None and schema.returns_single:
+            return self.adopt(made[0], values[0])
         source = self.traced(args[0]).alias if schema.is_view and isinstance(args[0], torch.Tensor) else None
         tensors: list[TracedTensor | None] = []
         for index, (value, outline) in enumerate(zip(values, made, strict=True)):
@@ -439,10 +449,15 @@ class Recorder(TorchDispatchMode):
 
     def values_of(self, arguments: Any) -> Any:
         """`arguments` with every tensor replaced by its current value, and every generator by its name."""
-        if isinstance(arguments, torch.Generator):
+        kind = type(arguments)
+        if kind in _WITHOUT_TENSORS:
+            return arguments
+        if isinstance(arguments, torch.Tensor):
+            return self.value_of(arguments)
+        if isinstance(arguments, tuple | list):
+            return tuple([self.values_of(item) for item in arguments])
+        if isinstance(arguments, _GENERATOR):
             return self.name_live("generator", arguments)
-        if isinstance(arguments, tuple | list) and not isinstance(arguments, torch.Size):
-            return tuple(map(self.values_of, arguments))
         return map_tensors(arguments, self.value_of)
 
     def name_live(self, kind: str, item: Any) -> Live:

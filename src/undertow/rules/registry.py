@@ -157,6 +157,7 @@ class Call:
     def __init__(
         self, target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Any], wanted: set[str]
     ) -> None:
+        self._target = target
         self._arguments = bind_arguments(target, args, kwargs)
         self._wanted = wanted
         self.outs = tuple(outs)
@@ -171,6 +172,10 @@ class Call:
     def out(self) -> Any:
         """The first output."""
         return self.outs[0]
+
+    def as_data(self) -> tuple[Any, ...]:
+        """All that it holds."""
+        return self._target, self._arguments, self.outs, tuple(sorted(self._wanted))
 
     def wants(self, name: str) -> bool:
         """Whether the cotangent of argument `name` is needed."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -92,9 +93,9 @@ class _Writer:
         for index, (nodes, gradients) in enumerate(self.stretches, start=1):
             results = tuple(gradient.value for gradient in gradients if gradient.value is not None)
             sources.append(self._write_function(f"backward_{index}", index, nodes, results))
-        source = "\n".join(sources)
+        source, code = _compile("\n".join(sources))
         namespace = dict(self.constants)
-        exec(compile(source, "<undertow step>", "exec"), namespace)
+        exec(code, namespace)
         segments = tuple(
             Segment(namespace[f"backward_{index}"], gradients, self._read_inputs(nodes, gradients))
             for index, (nodes, gradients) in enumerate(self.stretches, start=1)
@@ -238,22 +239,39 @@ class _Writer:
     def _write_argument(self, argument: Any) -> str:
         if isinstance(argument, Value):
             return self._name(argument)
-        if isinstance(argument, tuple | list):
-            items = ", ".join(self._write_argument(item) for item in argument)
+        if isinstance(argument, tuple | list) and not _is_sizes(argument):
+            items = ", ".join([self._write_argument(item) for item in argument])
             return f"({items}{',' if len(argument) == 1 else ''})"
-        if isinstance(argument, bool | int | type(None)):
+        if argument is None or isinstance(argument, bool):
             return repr(argument)
+        if isinstance(argument, int | tuple | list):
+            return self._new_constant(argument if isinstance(argument, int) else tuple(argument))
         return self._constant(bind(argument, self.live) if isinstance(argument, Live) else argument)
 
     def _constant(self, item: Any) -> str:
         name = self.constant_names.get(id(item))
         if name is None:
-            name = self.constant_names[id(item)] = f"k{len(self.constants)}"
-            self.constants[name] = item
+            name = self.constant_names[id(item)] = self._new_constant(item)
+        return name
+
+    def _new_constant(self, item: Any) -> str:
+        """A name of its own: sizes are not in the text, nor which of them are equal."""
+        name = f"k{len(self.constants)}"
+        self.constants[name] = item
         return name
 
     def _name(self, value: Value) -> str:
         return self.names.setdefault(value, f"v{len(self.names)}")
+
+
+@lru_cache(maxsize=256)
+def _compile(source: str) -> tuple[str, CodeType]:
+    """The code of a text, and the text as it was first met. Steps of other lengths have the same text."""
+    return source, compile(source, "<undertow step>", "exec")
+
+
+def _is_sizes(argument: Sequence[Any]) -> bool:
+    return all(type(item) is int for item in argument)
 
 
 def _make(value: Value) -> torch.Tensor:
