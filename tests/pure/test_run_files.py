@@ -12,7 +12,7 @@ import torch
 
 from undertow.errors import DataError, FolderError
 from undertow.train.checkpoint import Checkpoint, Progress, load_checkpoint, save_checkpoint
-from undertow.train.durable import write_durably
+from undertow.durable import write_durably
 from undertow.train.events import EventWriter
 from undertow.train.weights import DTYPES, hash_tensors, read_tensors, write_tensors
 

@@ -224,7 +224,7 @@ def report_command(
     """Show what a run did: its curves, its plan, predicted beside measured."""
     from undertow.cli.loading import running
     from undertow.cli.workloads import load_trained
-    from undertow.train.durable import write_durably
+    from undertow.durable import write_durably
     from undertow.train.folder import RunFolder
     from undertow.train.report import make_report
 

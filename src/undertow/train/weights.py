@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from undertow.data.sizes import file_bytes
 from undertow.errors import DataError
-from undertow.train.durable import write_durably
+from undertow.durable import write_durably
 
 MAX_HEADER_BYTES = 100_000_000  # as in the library itself
 

@@ -1,0 +1,112 @@
+"""Which weights are kept, coded by a mix of four adaptive models.
+
+In: a mask of rows, channels, and kernels of height x width. Out: a stream of bytes; and back. A decision per weight,
+row by row, channel by channel. Magnitude pruning leaves rows, columns and channels of very different density, and
+clusters inside kernels, so four counters predict each decision, and their weighted sum in the stretched domain codes it
+(see `probabilities`):
+
+- the row so far;
+- the column so far: the same channel and kernel position in the rows before;
+- the same kernel position in the three channels and the three rows before;
+- six earlier neighbours inside the kernel (left, above, above left, above right, two to the left, two above), and the
+  position, where there are at most 64.
+
+All counters start at the tensor's density, which the header gives. Magnitudes of neighbours and densities as contexts
+were tried: they win less than 0.1 % beside these four.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+
+from undertow.compress.counters import moved, stretched
+from undertow.compress.probabilities import SQUASH, STRETCH_LIMIT
+from undertow.compress.range_coder import FULL_SPAN, U64, decode_bit, encode_bit, finish, read_word
+from undertow.kernels.compiler import cached_njit
+
+START_COUNT = 4
+MAX_POSITIONS = 64
+_NO = U64(0)
+
+
+@cached_njit(error_model="numpy")
+def run_mask(
+    mask: Any, data: Any, rows: int, channels: int, height: int, width: int, start: int, is_decoding: bool
+) -> int:
+    """Encode `mask` into `data`, or decode it; all counters begin as `start`. Returns the stream's length."""
+    size = height * width
+    row_size = channels * size
+    columns = numpy.full(row_size, start, numpy.uint32)
+    around = numpy.full(64, start, numpy.uint32)
+    num_positions = size if size <= MAX_POSITIONS else 1
+    inside = numpy.full(64 * num_positions, start, numpy.uint32)
+    w0 = w1 = w2 = w3 = 20_000
+    low, span, at = _NO, FULL_SPAN, 0
+    if is_decoding:
+        low = read_word(data, 0) << U64(32) | read_word(data, 4)
+        at = 8
+    index = 0
+    for r in range(rows):
+        row = start
+        column = 0
+        for c in range(channels):
+            for y in range(height):
+                for x in range(width):
+                    a = 0
+                    if c > 0:
+                        a = int(mask[index - size])
+                        if c > 1:
+                            a |= int(mask[index - 2 * size]) << 1
+                            if c > 2:
+                                a |= int(mask[index - 3 * size]) << 2
+                    if r > 0:
+                        a |= int(mask[index - row_size]) << 3
+                        if r > 1:
+                            a |= int(mask[index - 2 * row_size]) << 4
+                            if r > 2:
+                                a |= int(mask[index - 3 * row_size]) << 5
+                    b = 0
+                    if x > 0:
+                        b = int(mask[index - 1])
+                        if x > 1:
+                            b |= int(mask[index - 2]) << 1
+                    if y > 0:
+                        b |= int(mask[index - width]) << 2
+                        if x > 0:
+                            b |= int(mask[index - width - 1]) << 3
+                        if x + 1 < width:
+                            b |= int(mask[index - width + 1]) << 4
+                        if y > 1:
+                            b |= int(mask[index - 2 * width]) << 5
+                    if num_positions > 1:
+                        b = b * num_positions + y * width + x
+
+                    x0 = stretched(row)
+                    x1 = stretched(columns[column])
+                    x2 = stretched(around[a])
+                    x3 = stretched(inside[b])
+                    mixed = (w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3) >> 16
+                    mixed = min(max(mixed, -STRETCH_LIMIT), STRETCH_LIMIT)
+                    upper = SQUASH[mixed + STRETCH_LIMIT + 1]
+                    if is_decoding:
+                        bit, at, low, span = decode_bit(data, at, low, span, upper)
+                        mask[index] = bit
+                    else:
+                        bit = int(mask[index])
+                        at, low, span = encode_bit(data, at, low, span, upper, bit)
+                    error = ((bit << 16) - upper) * 6
+                    w0 += (x0 * error + 131072) >> 18
+                    w1 += (x1 * error + 131072) >> 18
+                    w2 += (x2 * error + 131072) >> 18
+                    w3 += (x3 * error + 131072) >> 18
+                    row = moved(row, bit)
+                    columns[column] = moved(columns[column], bit)
+                    around[a] = moved(around[a], bit)
+                    inside[b] = moved(inside[b], bit)
+                    index += 1
+                    column += 1
+    if is_decoding:
+        return at
+    return finish(data, at, low, span)
