@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy
 
-from undertow.compress.counters import moved, stretched
-from undertow.compress.probabilities import COUNT_BITS, COUNTER_BITS, LEAST_PROBABILITY, SQUASH, STRETCH_LIMIT
-from undertow.compress.range_coder import FULL_SPAN, U64, decode_bit, encode_bit, finish, read_word
+from undertow.compress.counters import direct, moved, stretched
+from undertow.compress.probabilities import COUNT_BITS, COUNTER_BITS, SQUASH, STRETCH_LIMIT
+from undertow.compress.range_coder import FULL_SPAN, U64, decode_bit, encode_bit, finish, first_code
 from undertow.kernels.compiler import cached_njit
 
 _START = (1 << (COUNTER_BITS - 1)) << COUNT_BITS | 2
 _HASH_BITS = 16
 _MULTIPLIER = 0x9E3779B1
 _EVEN = 1 << 15
-_MOST = (1 << 16) - LEAST_PROBABILITY
 
 
 @cached_njit(forceinline=True)
@@ -32,17 +31,18 @@ def _slot(context: int, node: int) -> int:
 
 
 @cached_njit(error_model="numpy")
-def run_bytes(symbols: Any, beside: Any, data: Any, is_decoding: bool) -> int:
-    """Encode `symbols` into `data`, or decode them. `beside` is the plane above, or empty for text and the first."""
+def run_bytes(symbols: Any, beside: Any, words: Any, is_decoding: bool) -> int:
+    """Encode `symbols` into `words`, or decode them. `beside` is the plane above, or empty for text and the first."""
     tree = numpy.full(256, _START, numpy.uint32)
     first = numpy.full(1 << _HASH_BITS, _START, numpy.uint32)
     second = numpy.full(1 << _HASH_BITS, _START, numpy.uint32)
     third = numpy.full(1 << _HASH_BITS, _START, numpy.uint32)
     w0 = w1 = w2 = w3 = 22_000
+    base, last_word = words.ctypes.data, words.size - 1
     low, span, at = U64(0), FULL_SPAN, 0
     if is_decoding:
-        low = read_word(data, 0) << U64(32) | read_word(data, 4)
-        at = 8
+        low = first_code(base)
+        at = 2
     before = two_before = three_before = 0
     for index in range(symbols.size):
         if beside.size:
@@ -62,9 +62,9 @@ def run_bytes(symbols: Any, beside: Any, data: Any, is_decoding: bool) -> int:
             upper = SQUASH[mixed + STRETCH_LIMIT + 1]
             bit = (symbol >> (7 - level)) & 1
             if is_decoding:
-                bit, at, low, span = decode_bit(data, at, low, span, upper)
+                bit, at, low, span = decode_bit(base, last_word, at, low, span, upper)
             else:
-                at, low, span = encode_bit(data, at, low, span, upper, bit)
+                at, low, span = encode_bit(base, at, low, span, upper, bit)
             error = ((bit << 16) - upper) * 6
             w0 += (x0 * error + 131072) >> 18
             w1 += (x1 * error + 131072) >> 18
@@ -77,18 +77,19 @@ def run_bytes(symbols: Any, beside: Any, data: Any, is_decoding: bool) -> int:
         before, two_before, three_before = node & 255, before, two_before
     if is_decoding:
         return at
-    return finish(data, at, low, span)
+    return finish(base, at, low, span)
 
 
 @cached_njit(error_model="numpy")
-def run_numbers(numbers: Any, data: Any, is_decoding: bool) -> int:
-    """Encode `numbers`, each from 0 to 2^63 - 2, into `data`, or decode them."""
+def run_numbers(numbers: Any, words: Any, is_decoding: bool) -> int:
+    """Encode `numbers`, each from 0 to 2^63 - 2, into `words`, or decode them."""
     lengths = numpy.full(64, _START, numpy.uint32)
     heads = numpy.full(64 * 8, _START, numpy.uint32)
+    base, last_word = words.ctypes.data, words.size - 1
     low, span, at = U64(0), FULL_SPAN, 0
     if is_decoding:
-        low = read_word(data, 0) << U64(32) | read_word(data, 4)
-        at = 8
+        low = first_code(base)
+        at = 2
     for index in range(numbers.size):
         number = 1 if is_decoding else int(numbers[index]) + 1
         length = 0
@@ -96,28 +97,28 @@ def run_numbers(numbers: Any, data: Any, is_decoding: bool) -> int:
             length += 1
         node = 1
         for level in range(6):
-            upper = min(max(int(lengths[node]) >> 16, LEAST_PROBABILITY), _MOST)
+            upper = direct(lengths[node])
             bit = (length >> (5 - level)) & 1
             if is_decoding:
-                bit, at, low, span = decode_bit(data, at, low, span, upper)
+                bit, at, low, span = decode_bit(base, last_word, at, low, span, upper)
             else:
-                at, low, span = encode_bit(data, at, low, span, upper, bit)
+                at, low, span = encode_bit(base, at, low, span, upper, bit)
             lengths[node] = moved(lengths[node], bit)
             node = node << 1 | bit
         length = min(node & 63, 62)
         value = 1
         for level in range(length):
             slot = length * 8 + (value & 7)
-            upper = min(max(int(heads[slot]) >> 16, LEAST_PROBABILITY), _MOST) if level < 3 else _EVEN
+            upper = direct(heads[slot]) if level < 3 else _EVEN
             bit = (number >> (length - 1 - level)) & 1
             if is_decoding:
-                bit, at, low, span = decode_bit(data, at, low, span, upper)
+                bit, at, low, span = decode_bit(base, last_word, at, low, span, upper)
             else:
-                at, low, span = encode_bit(data, at, low, span, upper, bit)
+                at, low, span = encode_bit(base, at, low, span, upper, bit)
             if level < 3:
                 heads[slot] = moved(heads[slot], bit)
             value = value << 1 | bit
         numbers[index] = value - 1
     if is_decoding:
         return at
-    return finish(data, at, low, span)
+    return finish(base, at, low, span)

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy
 
-from undertow.compress.counters import moved, stretched
-from undertow.compress.probabilities import COUNT_BITS, COUNTER_BITS, LEAST_PROBABILITY, RATE, SQUASH, STRETCH_LIMIT
-from undertow.compress.range_coder import FULL_SPAN, U64, decode_bit, encode_bit, finish, read_word
+from undertow.compress.counters import direct, moved, stretched
+from undertow.compress.probabilities import COUNT_BITS, COUNTER_BITS, RATE, SQUASH, STRETCH_LIMIT
+from undertow.compress.range_coder import FULL_SPAN, U64, decode_bit, encode_bit, finish, first_code
 from undertow.kernels.compiler import cached_njit
 
 NUM_MIXED_BITS = 3
@@ -35,14 +35,13 @@ _NUM_LABELS = NUM_CLASSES + 1
 # The bin of a mean over the mean of all, in sixteenths: about a fifth of the mean wide in the middle.
 _BINS = numpy.searchsorted([7, 10, 13, 15, 17, 19, 22, 28], numpy.arange(32), side="right").astype(numpy.int8)
 _NUM_BINS = 9
-_MOST = (1 << 16) - LEAST_PROBABILITY
 
 
 @cached_njit(error_model="numpy")
 def run_codes(
     mask: Any,
     ranks: Any,
-    data: Any,
+    words: Any,
     labels: Any,
     rows: int,
     channels: int,
@@ -52,7 +51,7 @@ def run_codes(
     zero_rank: int,
     is_decoding: bool,
 ) -> int:
-    """Encode `ranks` into `data`, or decode them; `labels` is zeros, one per weight. Returns the stream's length."""
+    """Encode `ranks` into `words`, or decode them; `labels` is zeros, one per weight. Returns the number of words."""
     size = height * width
     row_size = channels * size
     num_bits = 0
@@ -70,10 +69,11 @@ def run_codes(
     column_counts = numpy.zeros(row_size, numpy.int16)
     weights = numpy.full((NUM_MIXED_BITS, 4), START_WEIGHT, numpy.int64)
     all_mean, all_count = 64 * num_codes, 4
+    base, last_word = words.ctypes.data, words.size - 1
     low, span, at = U64(0), FULL_SPAN, 0
     if is_decoding:
-        low = read_word(data, 0) << U64(32) | read_word(data, 4)
-        at = 8
+        low = first_code(base)
+        at = 2
     index, number = 0, 0
     last, last_but_one = 0, 0
     inverse = (1 << 30) // (all_mean + 1)
@@ -112,11 +112,11 @@ def run_codes(
                             continue
                         bit = (rank >> remaining) & 1
                         if level >= NUM_MIXED_BITS:
-                            upper = min(max(int(tree[node]) >> 16, LEAST_PROBABILITY), _MOST)
+                            upper = direct(tree[node])
                             if is_decoding:
-                                bit, at, low, span = decode_bit(data, at, low, span, upper)
+                                bit, at, low, span = decode_bit(base, last_word, at, low, span, upper)
                             else:
-                                at, low, span = encode_bit(data, at, low, span, upper, bit)
+                                at, low, span = encode_bit(base, at, low, span, upper, bit)
                         else:
                             x0 = stretched(tree[node])
                             x1 = stretched(near[near_at + node])
@@ -131,9 +131,9 @@ def run_codes(
                             mixed = min(max(mixed, -STRETCH_LIMIT), STRETCH_LIMIT)
                             upper = SQUASH[mixed + STRETCH_LIMIT + 1]
                             if is_decoding:
-                                bit, at, low, span = decode_bit(data, at, low, span, upper)
+                                bit, at, low, span = decode_bit(base, last_word, at, low, span, upper)
                             else:
-                                at, low, span = encode_bit(data, at, low, span, upper, bit)
+                                at, low, span = encode_bit(base, at, low, span, upper, bit)
                             error = ((bit << 16) - upper) * 2
                             weights[level, 0] += (x0 * error + 131072) >> 18
                             weights[level, 1] += (x1 * error + 131072) >> 18
@@ -164,4 +164,4 @@ def run_codes(
                     index += 1
     if is_decoding:
         return at
-    return finish(data, at, low, span)
+    return finish(base, at, low, span)

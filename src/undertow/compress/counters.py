@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from undertow.compress.probabilities import COUNT_BITS, COUNTER_BITS, MAX_COUNT, RATE, STRETCH
+import numpy
+
+from undertow.compress.probabilities import COUNT_BITS, COUNTER_BITS, LEAST_PROBABILITY, MAX_COUNT, RATE, STRETCH
 from undertow.kernels.compiler import cached_njit
+
+_MOST = (1 << 16) - LEAST_PROBABILITY
 
 
 @cached_njit(forceinline=True)
@@ -20,3 +24,11 @@ def moved(counter: int, bit: int) -> int:
 def stretched(counter: int) -> int:
     """The counter's probability in the stretched domain."""
     return STRETCH[counter >> (COUNT_BITS + COUNTER_BITS - 12)]
+
+
+@cached_njit(forceinline=True)
+def direct(counter: int) -> int:
+    """The counter's probability in 16 bits, where it is not mixed with others."""
+    # Signed: Numba makes a float of the smaller of a signed and an unsigned number.
+    upper: int = numpy.int64(counter) >> (COUNT_BITS + COUNTER_BITS - 16)
+    return min(max(upper, LEAST_PROBABILITY), _MOST)

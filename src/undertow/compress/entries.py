@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from undertow.compress.streams import GAP_BITS, plane_bytes
+from undertow.compress.streams import GAP_BITS, can_hold, num_bits, plane_bytes
 from undertow.compress.tensors import FLOAT_DTYPES, MAX_CODES
 from undertow.errors import DataError
 
@@ -108,6 +108,11 @@ def from_numbers(numbers: Iterator[int], name: str, before: list[Entry], where: 
         if not holds:
             raise DataError(f"{where}: the header is damaged: {found}")
 
+    def require_planes(planes: tuple[int, ...], num: int) -> None:
+        require(all(size <= num for size in planes), "a coded plane is longer than a raw one")
+        is_held = all(not size or can_hold(size - 1, 8 * num) for size in planes)
+        require(is_held, f"planes of {num} bytes in {planes}")
+
     number = next(numbers)
     require(number in set(Kind), f"no kind of tensor has the number {number}")
     kind = Kind(number)
@@ -128,7 +133,7 @@ def from_numbers(numbers: Iterator[int], name: str, before: list[Entry], where: 
     require(math.prod(dim or 1 for dim in shape) <= MAX_WEIGHTS, f"a tensor has the shape {shape}")
     if kind is Kind.DENSE:
         sizes = tuple(next(numbers) for _ in range(dtype.itemsize))
-        require(all(size <= num_weights for size in sizes), "a coded plane is longer than a raw one")
+        require_planes(sizes, num_weights)
         return Entry(name, kind, dtype, shape, sizes)
 
     require(dtype in FLOAT_DTYPES, f"a codebook of {dtype}")
@@ -149,5 +154,11 @@ def from_numbers(numbers: Iterator[int], name: str, before: list[Entry], where: 
         require(num_kept <= second <= num_weights, f"{second} entries for {num_kept} of {num_weights} weights")
         more["gap_bits"], more["num_entries"] = first, second
     sizes = tuple(next(numbers) for _ in range(3 + (dtype.itemsize if has_scales else 0)))
-    require(all(size <= shape[0] for size in sizes[3:]), "a coded plane is longer than a raw one")
+    if has_scales:
+        require_planes(sizes[3:], shape[0])
+    # Huffman codes take a bit at least, so `num_entries` is compared with the streams when they are read.
+    if kind is Kind.MIXED and 0 < num_kept < num_weights:
+        require(can_hold(sizes[0], num_weights), f"a mask of {num_weights} weights in {sizes[0]} bytes")
+    if kind is Kind.MIXED and num_kept:
+        require(can_hold(sizes[1], num_kept * num_bits(num_codes)), f"{num_kept} codes in {sizes[1]} bytes")
     return Entry(name, kind, dtype, shape, sizes, **more)

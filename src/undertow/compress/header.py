@@ -1,8 +1,8 @@
 """The header of a `.utz` file: entries and metadata in, bytes out, and back.
 
 Numbers are written seven bits to a byte, the lowest first, the eighth bit set on all bytes but a number's last.
-Numbers, names and metadata are coded together as text, since they repeat themselves; checksums are not. A reader takes nothing
-for granted: every number is checked, and the text is bounded before it is decoded.
+Numbers, names and metadata are coded together as text, since they repeat themselves; checksums are not. A reader takes
+nothing for granted: every number is checked, and the text is bounded before it is decoded.
 """
 
 from __future__ import annotations

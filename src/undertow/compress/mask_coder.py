@@ -23,65 +23,58 @@ import numpy
 
 from undertow.compress.counters import moved, stretched
 from undertow.compress.probabilities import SQUASH, STRETCH_LIMIT
-from undertow.compress.range_coder import FULL_SPAN, U64, decode_bit, encode_bit, finish, read_word
+from undertow.compress.range_coder import FULL_SPAN, U64, decode_bit, encode_bit, finish, first_code
 from undertow.kernels.compiler import cached_njit
 
 START_COUNT = 4
 MAX_POSITIONS = 64
-_NO = U64(0)
 
 
 @cached_njit(error_model="numpy")
 def run_mask(
-    mask: Any, data: Any, rows: int, channels: int, height: int, width: int, start: int, is_decoding: bool
+    mask: Any, words: Any, rows: int, channels: int, height: int, width: int, start: int, is_decoding: bool
 ) -> int:
-    """Encode `mask` into `data`, or decode it; all counters begin as `start`. Returns the stream's length."""
+    """Encode `mask` into `words`, or decode it; all counters begin as `start`. Returns the number of words."""
     size = height * width
     row_size = channels * size
     columns = numpy.full(row_size, start, numpy.uint32)
     around = numpy.full(64, start, numpy.uint32)
     num_positions = size if size <= MAX_POSITIONS else 1
     inside = numpy.full(64 * num_positions, start, numpy.uint32)
+    # The last three decisions of each column, and of each kernel position in this row; the latest is bit 0.
+    column_bits = numpy.zeros(row_size, numpy.int8)
+    channel_bits = numpy.zeros(size, numpy.int8)
     w0 = w1 = w2 = w3 = 20_000
-    low, span, at = _NO, FULL_SPAN, 0
+    base, last_word = words.ctypes.data, words.size - 1
+    low, span, at = U64(0), FULL_SPAN, 0
     if is_decoding:
-        low = read_word(data, 0) << U64(32) | read_word(data, 4)
-        at = 8
+        low = first_code(base)
+        at = 2
     index = 0
-    for r in range(rows):
+    for _row in range(rows):
         row = start
         column = 0
-        for c in range(channels):
+        channel_bits[:] = 0
+        for _channel in range(channels):
             for y in range(height):
+                left = 0
                 for x in range(width):
-                    a = 0
-                    if c > 0:
-                        a = int(mask[index - size])
-                        if c > 1:
-                            a |= int(mask[index - 2 * size]) << 1
-                            if c > 2:
-                                a |= int(mask[index - 3 * size]) << 2
-                    if r > 0:
-                        a |= int(mask[index - row_size]) << 3
-                        if r > 1:
-                            a |= int(mask[index - 2 * row_size]) << 4
-                            if r > 2:
-                                a |= int(mask[index - 3 * row_size]) << 5
+                    position = y * width + x
+                    above, before = int(column_bits[column]), int(channel_bits[position])
+                    a = above << 3 | before
                     b = 0
-                    if x > 0:
-                        b = int(mask[index - 1])
-                        if x > 1:
-                            b |= int(mask[index - 2]) << 1
-                    if y > 0:
-                        b |= int(mask[index - width]) << 2
-                        if x > 0:
-                            b |= int(mask[index - width - 1]) << 3
-                        if x + 1 < width:
-                            b |= int(mask[index - width + 1]) << 4
-                        if y > 1:
-                            b |= int(mask[index - 2 * width]) << 5
-                    if num_positions > 1:
-                        b = b * num_positions + y * width + x
+                    if size > 1:
+                        b = left
+                        if y > 0:
+                            b |= int(mask[index - width]) << 2
+                            if x > 0:
+                                b |= int(mask[index - width - 1]) << 3
+                            if x + 1 < width:
+                                b |= int(mask[index - width + 1]) << 4
+                            if y > 1:
+                                b |= int(mask[index - 2 * width]) << 5
+                        if num_positions > 1:
+                            b = b * num_positions + position
 
                     x0 = stretched(row)
                     x1 = stretched(columns[column])
@@ -91,11 +84,11 @@ def run_mask(
                     mixed = min(max(mixed, -STRETCH_LIMIT), STRETCH_LIMIT)
                     upper = SQUASH[mixed + STRETCH_LIMIT + 1]
                     if is_decoding:
-                        bit, at, low, span = decode_bit(data, at, low, span, upper)
+                        bit, at, low, span = decode_bit(base, last_word, at, low, span, upper)
                         mask[index] = bit
                     else:
                         bit = int(mask[index])
-                        at, low, span = encode_bit(data, at, low, span, upper, bit)
+                        at, low, span = encode_bit(base, at, low, span, upper, bit)
                     error = ((bit << 16) - upper) * 6
                     w0 += (x0 * error + 131072) >> 18
                     w1 += (x1 * error + 131072) >> 18
@@ -105,8 +98,11 @@ def run_mask(
                     columns[column] = moved(columns[column], bit)
                     around[a] = moved(around[a], bit)
                     inside[b] = moved(inside[b], bit)
+                    column_bits[column] = (above << 1 | bit) & 7
+                    channel_bits[position] = (before << 1 | bit) & 7
+                    left = (left << 1 | bit) & 3
                     index += 1
                     column += 1
     if is_decoding:
         return at
-    return finish(data, at, low, span)
+    return finish(base, at, low, span)

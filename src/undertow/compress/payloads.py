@@ -125,6 +125,9 @@ def _encode_dense(name: str, tensor: Tensor) -> tuple[Entry, bytes]:
 def _bytes_of(tensor: Tensor) -> Any:
     """The elements as rows of bytes, the lowest first."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if not flat.numel():
+        # Where nothing is, strides may be 0, and PyTorch refuses another view.
+        return numpy.zeros((0, tensor.dtype.itemsize), numpy.uint8)
     return flat.view(torch.uint8).numpy().reshape(flat.numel(), tensor.dtype.itemsize)
 
 

@@ -16,11 +16,9 @@ from undertow.compress.code_coder import run_codes
 from undertow.compress.huffman import decode_symbols, encode_symbols
 from undertow.compress.mask_coder import START_COUNT, run_mask
 from undertow.compress.probabilities import COUNT_BITS, COUNTER_BITS, MAX_DECISIONS_PER_BYTE
+from undertow.compress.range_coder import room_for, to_stream, to_words
 from undertow.errors import DataError
 
-# No decision costs more than log2(65536 / 32) bits.
-_MOST_BITS = 11
-_ROOM = 64
 # A code's state is 8 bytes, so this many more may have been spent without being stored.
 _SPARE_BYTES = 16
 GAP_BITS = range(2, 9)
@@ -42,23 +40,22 @@ def possible_kernels(shape: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(1, 1), *squares]
 
 
-def _room(num_decisions: int) -> Any:
-    # Pages that stay empty are never touched.
-    return numpy.empty(num_decisions * _MOST_BITS // 8 + _ROOM, numpy.uint8)
+def can_hold(num_bytes: int, num_decisions: int) -> bool:
+    """Whether a stream of so many bytes may hold so many decisions."""
+    return num_decisions <= (num_bytes + _SPARE_BYTES) * MAX_DECISIONS_PER_BYTE
 
 
 def _check_size(stream: bytes, num_decisions: int, what: str) -> Any:
-    if num_decisions > (len(stream) + _SPARE_BYTES) * MAX_DECISIONS_PER_BYTE:
+    if not can_hold(len(stream), num_decisions):
         raise DataError(f"{what}: {len(stream)} coded bytes cannot hold {num_decisions} decisions")
     if stream and stream[-1] == 0:
         raise DataError(f"{what}: the coded stream ends with a zero, which the coder leaves out")
-    # Numba compiles a loop again for arrays that cannot be written.
-    return numpy.frombuffer(bytearray(stream), numpy.uint8)
+    return to_words(stream)
 
 
-def _check_end(stream: bytes, length: int, what: str) -> None:
-    if len(stream) > length:
-        raise DataError(f"{what}: {len(stream) - length} bytes follow the end of the coded stream")
+def _check_end(stream: bytes, num_words: int, what: str) -> None:
+    if len(stream) > 4 * num_words:
+        raise DataError(f"{what}: {len(stream) - 4 * num_words} bytes follow the end of the coded stream")
 
 
 def _start(num_kept: int, num_weights: int) -> int:
@@ -68,40 +65,41 @@ def _start(num_kept: int, num_weights: int) -> int:
 
 def encode_mask(mask: Any, view: View) -> bytes:
     """The mask as int8, in the order of the weights."""
-    data = _room(mask.size)
-    size = run_mask(mask, data, *view, _start(int(numpy.count_nonzero(mask)), mask.size), False)
-    return bytes(data[:size].tobytes())
+    words = room_for(mask.size)
+    size = run_mask(mask, words, *view, _start(int(numpy.count_nonzero(mask)), mask.size), False)
+    return to_stream(words, size)
 
 
 def decode_mask(stream: bytes, num_kept: int, view: View, what: str) -> Any:
     """The mask as int8; it keeps `num_kept` weights."""
     num_weights = math.prod(view)
-    data = _check_size(stream, num_weights, what)
+    words = _check_size(stream, num_weights, what)
     mask = numpy.empty(num_weights, numpy.int8)
-    _check_end(stream, run_mask(mask, data, *view, _start(num_kept, num_weights), True), what)
+    _check_end(stream, run_mask(mask, words, *view, _start(num_kept, num_weights), True), what)
     if numpy.count_nonzero(mask) != num_kept:
         raise DataError(f"{what}: {numpy.count_nonzero(mask)} weights are kept where {num_kept} were said to be")
     return mask
 
 
-def _num_bits(num_codes: int) -> int:
-    return (num_codes - 1).bit_length()
+def num_bits(num_codes: int) -> int:
+    """The most decisions that a rank takes."""
+    return max(num_codes - 1, 0).bit_length()
 
 
 def encode_codes(mask: Any, ranks: Any, num_codes: int, zero_rank: int, view: View) -> bytes:
     """The ranks as int32, each below `num_codes`; `zero_rank` is the first that is not negative."""
-    data = _room(ranks.size * _num_bits(num_codes))
+    words = room_for(ranks.size * num_bits(num_codes))
     labels = numpy.zeros(mask.size, numpy.int8)
-    size = run_codes(mask, ranks, data, labels, *view, num_codes, zero_rank, False)
-    return bytes(data[:size].tobytes())
+    size = run_codes(mask, ranks, words, labels, *view, num_codes, zero_rank, False)
+    return to_stream(words, size)
 
 
 def decode_codes(stream: bytes, mask: Any, num_kept: int, num_codes: int, zero_rank: int, view: View, what: str) -> Any:
     """The ranks as int32."""
-    data = _check_size(stream, num_kept * _num_bits(num_codes), what)
+    words = _check_size(stream, num_kept * num_bits(num_codes), what)
     ranks = numpy.empty(num_kept, numpy.int32)
     labels = numpy.zeros(mask.size, numpy.int8)
-    _check_end(stream, run_codes(mask, ranks, data, labels, *view, num_codes, zero_rank, True), what)
+    _check_end(stream, run_codes(mask, ranks, words, labels, *view, num_codes, zero_rank, True), what)
     return ranks
 
 
@@ -116,30 +114,30 @@ def decode_text(stream: bytes, size: int, what: str) -> bytes:
 
 
 def _encode_bytes(symbols: Any, beside: Any) -> bytes:
-    data = _room(8 * symbols.size)
-    size = run_bytes(symbols, beside, data, False)
-    return bytes(data[:size].tobytes())
+    words = room_for(8 * symbols.size)
+    size = run_bytes(symbols, beside, words, False)
+    return to_stream(words, size)
 
 
 def _decode_bytes(stream: bytes, size: int, beside: Any, what: str) -> Any:
-    data = _check_size(stream, 8 * size, what)
+    words = _check_size(stream, 8 * size, what)
     symbols = numpy.empty(size, numpy.uint8)
-    _check_end(stream, run_bytes(symbols, beside, data, True), what)
+    _check_end(stream, run_bytes(symbols, beside, words, True), what)
     return symbols
 
 
 def encode_numbers(numbers: Any) -> bytes:
     """Numbers from 0 to 2^63 - 2."""
-    data = _room(numbers.size * 70)
-    size = run_numbers(numbers.astype(numpy.int64), data, False)
-    return bytes(data[:size].tobytes())
+    words = room_for(numbers.size * 69)
+    size = run_numbers(numbers.astype(numpy.int64), words, False)
+    return to_stream(words, size)
 
 
 def decode_numbers(stream: bytes, num: int, what: str) -> Any:
     """`num` numbers as int64."""
-    data = _check_size(stream, 6 * num, what)
+    words = _check_size(stream, 6 * num, what)
     numbers = numpy.empty(num, numpy.int64)
-    _check_end(stream, run_numbers(numbers, data, True), what)
+    _check_end(stream, run_numbers(numbers, words, True), what)
     return numbers
 
 
