@@ -1,4 +1,4 @@
-"""A decoder of `.utz` files written from docs/small-file-format.md alone, in plain Python numbers. It trusts the file."""
+"""A decoder of `.utz` files as docs/small-file-format.md describes them, in plain Python. It trusts the file."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def decode_codes(data: bytes, view: tuple[int, int, int, int], mask: list[int], 
             beside = labels[index - size] if c else 0, labels[index - row_size] if r else 0
             inner = labels[index - 1] if x else 0, labels[index - width] if y else 0
             first, second = (inner, beside) if size > 1 else (beside, (last, last_but_one))
-            column = columns.setdefault(i, list((everything[0], 4)))
+            column = columns.setdefault(i, [everything[0], 4])
             bins = bin_of(row), bin_of(column)
             node = 1
             for level in range(num_bits):

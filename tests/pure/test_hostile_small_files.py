@@ -1,8 +1,8 @@
 """`.utz` files that are damaged, or made to harm: each is refused as DataError, in one line and little memory.
 
 A file whose sum over all bytes is wrong is refused before anything is decoded. So most cases here are sealed again:
-the sum is right, as an attacker would make it. Then a file that opens may list what it likes, but what it decodes to has
-the sums that it gives.
+the sum is right, as an attacker would make it. Then a file that opens may list what it likes, but what it decodes to
+has the sums that it gives.
 """
 
 from __future__ import annotations

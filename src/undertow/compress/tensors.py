@@ -75,12 +75,12 @@ class CodedTensor:
 
     def dense(self) -> Tensor:
         """All weights, as a tensor."""
-        values = self.codebook[self.codes]
+        values = self.codebook.index_select(0, self.codes)
         if self.mask is None:
             weights = values.reshape(self.shape)
         else:
             weights = torch.zeros(self.shape, dtype=self.dtype)
-            weights[self.mask] = values
+            weights.masked_scatter_(self.mask, values)
         if self.scales is not None:
             weights = weights * self.scales.reshape(-1, *[1] * (len(self.shape) - 1))
         return weights
