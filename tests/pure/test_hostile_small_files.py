@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import random
 import tracemalloc
+from pathlib import Path
 
 import hypothesis
 import numpy
@@ -24,7 +25,7 @@ from undertow.compress.header import pack, read_numbers, unpack, write_number
 from undertow.compress.huffman import decode_symbols, encode_symbols
 from undertow.compress.payloads import decode_tensor, encode_tensor
 from undertow.compress.range_coder import to_stream
-from undertow.compress.small_file import SmallFile, pack_small_file
+from undertow.compress.small_file import SmallFile, open_small_file, pack_small_file
 from undertow.compress.streams import decode_gaps, decode_mask, encode_mask, encode_text
 from undertow.compress.tensors import CodedTensor
 from undertow.errors import DataError
@@ -139,6 +140,13 @@ def test_bytes_that_follow_or_are_missing(coder):
     refuse(b"", "not a .utz file")
     refuse(b"PK\x03\x04" + content, "not a .utz file")
     refuse(seal(content[:4] + b"\x02" + content[5:]), "version 2 of the format")
+
+
+def test_another_file_is_not_read_to_its_end(tmp_path):
+    with pytest.raises(DataError, match="/dev/zero is not a .utz file"):
+        open_small_file(Path("/dev/zero"))
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        open_small_file(tmp_path)
 
 
 def forge(*entries, payload=b"", metadata=None, change=None):

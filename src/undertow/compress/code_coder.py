@@ -23,7 +23,7 @@ import numpy
 
 from undertow.compress.counters import direct, moved, stretched
 from undertow.compress.probabilities import COUNT_BITS, COUNTER_BITS, RATE, SQUASH, STRETCH_LIMIT
-from undertow.compress.range_coder import FULL_SPAN, U64, decode_bit, encode_bit, finish, first_code
+from undertow.compress.range_coder import FULL_SPAN, I64, U64, decode_bit, encode_bit, finish, first_code
 from undertow.kernels.compiler import cached_njit
 
 NUM_MIXED_BITS = 3
@@ -33,7 +33,7 @@ START_WEIGHT = 20_000
 _NUM_NODES = 1 << NUM_MIXED_BITS
 _NUM_LABELS = NUM_CLASSES + 1
 # The bin of a mean over the mean of all, in sixteenths: about a fifth of the mean wide in the middle.
-_BINS = numpy.searchsorted([7, 10, 13, 15, 17, 19, 22, 28], numpy.arange(32), side="right").astype(numpy.int8)
+_BINS = numpy.searchsorted([7, 10, 13, 15, 17, 19, 22, 28], numpy.arange(32), side="right").astype(numpy.uint8)
 _NUM_BINS = 9
 
 
@@ -61,13 +61,13 @@ def run_codes(
     near = numpy.full(_NUM_LABELS * _NUM_LABELS * _NUM_NODES, START, numpy.uint32)
     scales = numpy.full(_NUM_BINS * _NUM_BINS * _NUM_NODES, START, numpy.uint32)
     far = numpy.full(_NUM_LABELS * _NUM_LABELS * _NUM_NODES, START, numpy.uint32)
-    classes = numpy.zeros(num_codes, numpy.int8)
+    classes = numpy.zeros(num_codes, numpy.uint8)
     for rank in range(num_codes):
         classes[rank] = 1 + rank * NUM_CLASSES // num_codes
     # Means have 8 bits below one rank; they move like counters, by RATE.
     column_means = numpy.zeros(row_size, numpy.int32)
     column_counts = numpy.zeros(row_size, numpy.int16)
-    weights = numpy.full((NUM_MIXED_BITS, 4), START_WEIGHT, numpy.int64)
+    weights = numpy.full(4 * NUM_MIXED_BITS, START_WEIGHT, numpy.int64)
     all_mean, all_count = 64 * num_codes, 4
     base, last_word = words.ctypes.data, words.size - 1
     low, span, at = U64(0), FULL_SPAN, 0
@@ -84,26 +84,27 @@ def run_codes(
             for y in range(height):
                 for x in range(width):
                     column += 1
-                    if not mask[index]:
+                    if not mask[U64(index)]:
                         index += 1
                         continue
-                    previous = int(labels[index - size]) if c > 0 else 0
-                    above = int(labels[index - row_size]) if r > 0 else 0
+                    previous = I64(labels[U64(index - size)]) if c > 0 else 0
+                    above = I64(labels[U64(index - row_size)]) if r > 0 else 0
                     if size > 1:
-                        a = int(labels[index - 1]) if x > 0 else 0
-                        b = int(labels[index - width]) if y > 0 else 0
+                        a = I64(labels[U64(index - 1)]) if x > 0 else 0
+                        b = I64(labels[U64(index - width)]) if y > 0 else 0
                         near_at = (a * _NUM_LABELS + b) * _NUM_NODES
                         far_at = (previous * _NUM_LABELS + above) * _NUM_NODES
                     else:
                         near_at = (previous * _NUM_LABELS + above) * _NUM_NODES
                         far_at = (last * _NUM_LABELS + last_but_one) * _NUM_NODES
-                    column_mean, column_count = int(column_means[column]), int(column_counts[column])
+                    column_mean = I64(column_means[U64(column)])
+                    column_count = I64(column_counts[U64(column)])
                     if column_count == 0:
                         column_mean, column_count = all_mean, 4
-                    row_bin = int(_BINS[min((row_mean * inverse) >> 26, 31)])
-                    column_bin = int(_BINS[min((column_mean * inverse) >> 26, 31)])
+                    row_bin = I64(_BINS[U64(min((row_mean * inverse) >> 26, 31))])
+                    column_bin = I64(_BINS[U64(min((column_mean * inverse) >> 26, 31))])
                     scale_at = (row_bin * _NUM_BINS + column_bin) * _NUM_NODES
-                    rank = 0 if is_decoding else int(ranks[number])
+                    rank = 0 if is_decoding else I64(ranks[U64(number)])
                     node = 1
                     for level in range(num_bits):
                         remaining = num_bits - 1 - level
@@ -112,50 +113,52 @@ def run_codes(
                             continue
                         bit = (rank >> remaining) & 1
                         if level >= NUM_MIXED_BITS:
-                            upper = direct(tree[node])
+                            upper = direct(tree[U64(node)])
                             if is_decoding:
                                 bit, at, low, span = decode_bit(base, last_word, at, low, span, upper)
                             else:
                                 at, low, span = encode_bit(base, at, low, span, upper, bit)
                         else:
-                            x0 = stretched(tree[node])
-                            x1 = stretched(near[near_at + node])
-                            x2 = stretched(scales[scale_at + node])
-                            x3 = stretched(far[far_at + node])
+                            first = U64(4 * level)
+                            x0 = stretched(tree[U64(node)])
+                            x1 = stretched(near[U64(near_at + node)])
+                            x2 = stretched(scales[U64(scale_at + node)])
+                            x3 = stretched(far[U64(far_at + node)])
                             mixed = (
-                                weights[level, 0] * x0
-                                + weights[level, 1] * x1
-                                + weights[level, 2] * x2
-                                + weights[level, 3] * x3
+                                weights[first] * x0
+                                + weights[first + U64(1)] * x1
+                                + weights[first + U64(2)] * x2
+                                + weights[first + U64(3)] * x3
                             ) >> 16
                             mixed = min(max(mixed, -STRETCH_LIMIT), STRETCH_LIMIT)
-                            upper = SQUASH[mixed + STRETCH_LIMIT + 1]
+                            upper = SQUASH[U64(mixed + STRETCH_LIMIT + 1)]
                             if is_decoding:
                                 bit, at, low, span = decode_bit(base, last_word, at, low, span, upper)
                             else:
                                 at, low, span = encode_bit(base, at, low, span, upper, bit)
                             error = ((bit << 16) - upper) * 2
-                            weights[level, 0] += (x0 * error + 131072) >> 18
-                            weights[level, 1] += (x1 * error + 131072) >> 18
-                            weights[level, 2] += (x2 * error + 131072) >> 18
-                            weights[level, 3] += (x3 * error + 131072) >> 18
-                            near[near_at + node] = moved(near[near_at + node], bit)
-                            scales[scale_at + node] = moved(scales[scale_at + node], bit)
-                            far[far_at + node] = moved(far[far_at + node], bit)
-                        tree[node] = moved(tree[node], bit)
+                            weights[first] += (x0 * error + 131072) >> 18
+                            weights[first + U64(1)] += (x1 * error + 131072) >> 18
+                            weights[first + U64(2)] += (x2 * error + 131072) >> 18
+                            weights[first + U64(3)] += (x3 * error + 131072) >> 18
+                            near[U64(near_at + node)] = moved(near[U64(near_at + node)], bit)
+                            scales[U64(scale_at + node)] = moved(scales[U64(scale_at + node)], bit)
+                            far[U64(far_at + node)] = moved(far[U64(far_at + node)], bit)
+                        tree[U64(node)] = moved(tree[U64(node)], bit)
                         node = node << 1 | bit
                     rank = node - (1 << num_bits)
                     if is_decoding:
-                        ranks[number] = rank
-                    label = int(classes[rank])
-                    labels[index] = label
+                        ranks[U64(number)] = rank
+                    label = I64(classes[U64(rank)])
+                    labels[U64(index)] = label
                     last, last_but_one = label, last
                     distance = abs(2 * rank + 1 - 2 * zero_rank) << 7
-                    row_mean += ((distance - row_mean) * RATE[row_count]) >> 16
+                    row_mean += ((distance - row_mean) * RATE[U64(row_count)]) >> 16
                     row_count = min(row_count + 1, 1023)
-                    column_means[column] = column_mean + (((distance - column_mean) * RATE[column_count]) >> 16)
-                    column_counts[column] = min(column_count + 1, 1023)
-                    all_mean += ((distance - all_mean) * RATE[all_count]) >> 16
+                    column_mean += ((distance - column_mean) * RATE[U64(column_count)]) >> 16
+                    column_means[U64(column)] = column_mean
+                    column_counts[U64(column)] = min(column_count + 1, 1023)
+                    all_mean += ((distance - all_mean) * RATE[U64(all_count)]) >> 16
                     all_count = min(all_count + 1, 1023)
                     if number & 15 == 0:
                         # A division is slow, and the mean of all moves slowly.

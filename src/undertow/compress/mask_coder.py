@@ -23,7 +23,7 @@ import numpy
 
 from undertow.compress.counters import moved, stretched
 from undertow.compress.probabilities import SQUASH, STRETCH_LIMIT
-from undertow.compress.range_coder import FULL_SPAN, U64, decode_bit, encode_bit, finish, first_code
+from undertow.compress.range_coder import FULL_SPAN, I64, U64, decode_bit, encode_bit, finish, first_code
 from undertow.kernels.compiler import cached_njit
 
 START_COUNT = 4
@@ -42,8 +42,8 @@ def run_mask(
     num_positions = size if size <= MAX_POSITIONS else 1
     inside = numpy.full(64 * num_positions, start, numpy.uint32)
     # The last three decisions of each column, and of each kernel position in this row; the latest is bit 0.
-    column_bits = numpy.zeros(row_size, numpy.int8)
-    channel_bits = numpy.zeros(size, numpy.int8)
+    column_bits = numpy.zeros(row_size, numpy.uint8)
+    channel_bits = numpy.zeros(size, numpy.uint8)
     w0 = w1 = w2 = w3 = 20_000
     base, last_word = words.ctypes.data, words.size - 1
     low, span, at = U64(0), FULL_SPAN, 0
@@ -60,34 +60,34 @@ def run_mask(
                 left = 0
                 for x in range(width):
                     position = y * width + x
-                    above, before = int(column_bits[column]), int(channel_bits[position])
+                    above, before = I64(column_bits[U64(column)]), I64(channel_bits[U64(position)])
                     a = above << 3 | before
                     b = 0
                     if size > 1:
                         b = left
                         if y > 0:
-                            b |= int(mask[index - width]) << 2
+                            b |= I64(mask[U64(index - width)]) << 2
                             if x > 0:
-                                b |= int(mask[index - width - 1]) << 3
+                                b |= I64(mask[U64(index - width - 1)]) << 3
                             if x + 1 < width:
-                                b |= int(mask[index - width + 1]) << 4
+                                b |= I64(mask[U64(index - width + 1)]) << 4
                             if y > 1:
-                                b |= int(mask[index - 2 * width]) << 5
+                                b |= I64(mask[U64(index - 2 * width)]) << 5
                         if num_positions > 1:
                             b = b * num_positions + position
 
                     x0 = stretched(row)
-                    x1 = stretched(columns[column])
-                    x2 = stretched(around[a])
-                    x3 = stretched(inside[b])
+                    x1 = stretched(columns[U64(column)])
+                    x2 = stretched(around[U64(a)])
+                    x3 = stretched(inside[U64(b)])
                     mixed = (w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3) >> 16
                     mixed = min(max(mixed, -STRETCH_LIMIT), STRETCH_LIMIT)
-                    upper = SQUASH[mixed + STRETCH_LIMIT + 1]
+                    upper = SQUASH[U64(mixed + STRETCH_LIMIT + 1)]
                     if is_decoding:
                         bit, at, low, span = decode_bit(base, last_word, at, low, span, upper)
-                        mask[index] = bit
+                        mask[U64(index)] = bit
                     else:
-                        bit = int(mask[index])
+                        bit = I64(mask[U64(index)])
                         at, low, span = encode_bit(base, at, low, span, upper, bit)
                     error = ((bit << 16) - upper) * 6
                     w0 += (x0 * error + 131072) >> 18
@@ -95,11 +95,11 @@ def run_mask(
                     w2 += (x2 * error + 131072) >> 18
                     w3 += (x3 * error + 131072) >> 18
                     row = moved(row, bit)
-                    columns[column] = moved(columns[column], bit)
-                    around[a] = moved(around[a], bit)
-                    inside[b] = moved(inside[b], bit)
-                    column_bits[column] = (above << 1 | bit) & 7
-                    channel_bits[position] = (before << 1 | bit) & 7
+                    columns[U64(column)] = moved(columns[U64(column)], bit)
+                    around[U64(a)] = moved(around[U64(a)], bit)
+                    inside[U64(b)] = moved(inside[U64(b)], bit)
+                    column_bits[U64(column)] = (above << 1 | bit) & 7
+                    channel_bits[U64(position)] = (before << 1 | bit) & 7
                     left = (left << 1 | bit) & 3
                     index += 1
                     column += 1

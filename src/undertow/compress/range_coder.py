@@ -6,7 +6,8 @@ multiplication. After the last bytes of a stream the decoder reads zeros, so zer
 
 The functions are inlined into the loops of the models. All numbers are unsigned, of 64 bits: Numba makes a float of a
 sum of signed and unsigned. Words are named by their address: to pass an array, references to it are counted by atomic
-additions, and those took two thirds of a decision's time.
+additions, and those took a sixth to a third of the time. Indices are unsigned in the models' loops, since Numba lets a
+signed one count from the end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if HAS_NUMBA:
 
 inline: Any = cached_njit(forceinline=True)
 
-U64 = numpy.uint64
+U64: Any = numpy.uint64
+I64: Any = numpy.int64
 FULL_SPAN = U64(0xFFFFFFFFFFFFFFFF)
 _ONE, _HALF, _WORD = U64(1), U64(16), U64(32)
 _NARROW = U64(1 << 32)

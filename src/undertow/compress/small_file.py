@@ -109,7 +109,11 @@ class SmallFile:
 def open_small_file(path: Path, max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES) -> SmallFile:
     """Open a file. Its tensors may take up to `max_output_bytes` when decoded, and about twice that in between."""
     try:
-        data = path.read_bytes()
+        with open(path, "rb") as file:
+            data = file.read(len(MAGIC))
+            # Another file may be of any size, and a device has no end.
+            if data == MAGIC:
+                data += file.read()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     return SmallFile(data, str(path), max_output_bytes)

@@ -89,7 +89,7 @@ def num_bits(num_codes: int) -> int:
 def encode_codes(mask: Any, ranks: Any, num_codes: int, zero_rank: int, view: View) -> bytes:
     """The ranks as int32, each below `num_codes`; `zero_rank` is the first that is not negative."""
     words = room_for(ranks.size * num_bits(num_codes))
-    labels = numpy.zeros(mask.size, numpy.int8)
+    labels = numpy.zeros(mask.size, numpy.uint8)
     size = run_codes(mask, ranks, words, labels, *view, num_codes, zero_rank, False)
     return to_stream(words, size)
 
@@ -98,7 +98,7 @@ def decode_codes(stream: bytes, mask: Any, num_kept: int, num_codes: int, zero_r
     """The ranks as int32."""
     words = _check_size(stream, num_kept * num_bits(num_codes), what)
     ranks = numpy.empty(num_kept, numpy.int32)
-    labels = numpy.zeros(mask.size, numpy.int8)
+    labels = numpy.zeros(mask.size, numpy.uint8)
     _check_end(stream, run_codes(mask, ranks, words, labels, *view, num_codes, zero_rank, True), what)
     return ranks
 
