@@ -100,7 +100,7 @@ def decode_tensor(entry: Entry, payload: bytes, where: str) -> Tensor | CodedTen
             ranks = decode_codes(codes, mask, num_kept, num_codes, zero_rank, view, where)
         else:
             _require_empty(codes, where)
-    if not numpy.bincount(ranks, minlength=num_codes).all():
+    if not torch.from_numpy(ranks).bincount(minlength=num_codes).all():
         raise DataError(f"{where}: the codebook holds values that no code uses")
     scales = None
     if entry.has_scales:
@@ -204,8 +204,8 @@ def _best_kernel(mask: Any, shape: tuple[int, ...], num_kept: int) -> tuple[int,
 
 
 def _checksum_coded(mask: Any, ranks: Any, codebook: Tensor, scales: Tensor | None) -> int:
-    checksum = zlib.crc32(numpy.packbits(mask.view(numpy.bool_)).tobytes())
-    checksum = zlib.crc32(ranks.astype("<i4").tobytes(), checksum)
+    checksum = zlib.crc32(numpy.packbits(mask.view(numpy.bool_)))
+    checksum = zlib.crc32(numpy.ascontiguousarray(ranks, "<i4"), checksum)
     checksum = zlib.crc32(_bytes_of(codebook).tobytes(), checksum)
     return checksum if scales is None else zlib.crc32(_bytes_of(scales).tobytes(), checksum)
 

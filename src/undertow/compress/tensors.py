@@ -10,14 +10,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from undertow.errors import CallError
+from undertow.kernels.compiler import cached_njit
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_CODES = 1 << 16
+
+
+@cached_njit(error_model="numpy")
+def _fill(mask: Any, codes: Any, codebook: Any, values: Any) -> None:
+    number = 0
+    for index in range(mask.size):
+        if mask[index]:
+            values[index] = codebook[codes[number]]
+            number += 1
+        else:
+            values[index] = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +55,7 @@ class CodedTensor:
             raise CallError(
                 f"the mask of a tensor of shape {self.shape} is {self.mask.dtype}, {tuple(self.mask.shape)}"
             )
-        num_kept = num_weights if self.mask is None else int(self.mask.sum())
+        num_kept = num_weights if self.mask is None else int(self.mask.count_nonzero())
         if self.codes.dtype != torch.int32 or self.codes.shape != (num_kept,):
             raise CallError(
                 f"{num_kept} kept weights need as many codes in int32; there are {tuple(self.codes.shape)} in "
@@ -75,12 +88,13 @@ class CodedTensor:
 
     def dense(self) -> Tensor:
         """All weights, as a tensor."""
-        values = self.codebook.index_select(0, self.codes)
         if self.mask is None:
-            weights = values.reshape(self.shape)
+            weights = self.codebook.index_select(0, self.codes).reshape(self.shape)
         else:
-            weights = torch.zeros(self.shape, dtype=self.dtype)
-            weights.masked_scatter_(self.mask, values)
+            weights = torch.empty(self.shape, dtype=self.dtype)
+            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[self.dtype.itemsize]
+            mask, values = self.mask.contiguous().reshape(-1), weights.reshape(-1).view(bits)
+            _fill(mask.numpy(), self.codes.numpy(), self.codebook.contiguous().view(bits).numpy(), values.numpy())
         if self.scales is not None:
             weights = weights * self.scales.reshape(-1, *[1] * (len(self.shape) - 1))
         return weights
