@@ -204,8 +204,8 @@ def _best_kernel(mask: Any, shape: tuple[int, ...], num_kept: int) -> tuple[int,
 
 
 def _checksum_coded(mask: Any, ranks: Any, codebook: Tensor, scales: Tensor | None) -> int:
-    checksum = zlib.crc32(numpy.packbits(mask.view(numpy.bool_)))
-    checksum = zlib.crc32(numpy.ascontiguousarray(ranks, "<i4"), checksum)
+    checksum = zlib.crc32(numpy.packbits(mask.view(numpy.bool_)).data)
+    checksum = zlib.crc32(numpy.ascontiguousarray(ranks, "<i4").data, checksum)
     checksum = zlib.crc32(_bytes_of(codebook).tobytes(), checksum)
     return checksum if scales is None else zlib.crc32(_bytes_of(scales).tobytes(), checksum)
 
