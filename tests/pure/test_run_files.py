@@ -10,9 +10,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from undertow.durable import write_durably
 from undertow.errors import DataError, FolderError
 from undertow.train.checkpoint import Checkpoint, Progress, load_checkpoint, save_checkpoint
-from undertow.train.durable import write_durably
 from undertow.train.events import EventWriter
 from undertow.train.weights import DTYPES, hash_tensors, read_tensors, write_tensors
 

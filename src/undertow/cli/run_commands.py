@@ -224,7 +224,7 @@ def report_command(
     """Show what a run did: its curves, its plan, predicted beside measured."""
     from undertow.cli.loading import running
     from undertow.cli.workloads import load_trained
-    from undertow.train.durable import write_durably
+    from undertow.durable import write_durably
     from undertow.train.folder import RunFolder
     from undertow.train.report import make_report
 
@@ -259,9 +259,9 @@ def look_command(
     """Show what a network has learned: its filters, what triggers them, and by which pixels. Writes RUN/look.html."""
     from undertow.cli.loading import running
     from undertow.cli.workloads import load_test_batches, load_trained
+    from undertow.durable import write_durably
     from undertow.look.looking import look_at
     from undertow.look.page import render_look
-    from undertow.train.durable import write_durably
 
     path = Path(run) / "look.html"
     with running(f"looking at {run}"):

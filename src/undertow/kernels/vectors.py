@@ -162,6 +162,27 @@ def load_byte(typingctx: Any, address: Any) -> Any:
 
 
 @_intrinsic
+def load_word(typingctx: Any, address: Any) -> Any:
+    """The 32 bits at an address, as an unsigned number."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.zext(builder.load(_pointer(builder, args[0], ir.IntType(32))), _INDEX)
+
+    return types.uint64(types.int64), generate
+
+
+@_intrinsic
+def store_word(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write the low 32 bits of an unsigned number at an address."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(builder.trunc(args[1], ir.IntType(32)), _pointer(builder, args[0], ir.IntType(32)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint64), generate
+
+
+@_intrinsic
 def store_two_bytes(typingctx: Any, address: Any, bits: Any) -> Any:
     """Write the low 16 bits at an address, the lowest first."""
 

@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from undertow.durable import write_durably
 from undertow.errors import CallError, FolderError
 from undertow.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from undertow.train.config import TrainConfig, make_config
-from undertow.train.durable import write_durably
 
 CONFIG, CHECKPOINT, METRICS, LOCK = "config.json", "checkpoint.safetensors", "metrics.jsonl", "lock"
 BEST = "best.safetensors"

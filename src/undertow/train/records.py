@@ -12,9 +12,9 @@ import os
 import time
 from typing import Any
 
+from undertow.durable import write_durably
 from undertow.errors import FolderError
 from undertow.train.checkpoint import Progress
-from undertow.train.durable import write_durably
 from undertow.train.events import EventWriter
 from undertow.train.folder import RunFolder
 

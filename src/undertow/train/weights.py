@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from undertow.data.sizes import file_bytes
+from undertow.durable import write_durably
 from undertow.errors import DataError
-from undertow.train.durable import write_durably
 
 MAX_HEADER_BYTES = 100_000_000  # as in the library itself
 

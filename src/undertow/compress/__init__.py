@@ -1,0 +1,1 @@
+"""Small files of compressed networks: coded tensors, entropy coders, the `.utz` format."""

@@ -1,0 +1,81 @@
+"""The table of the literature for a file: what each tensor keeps, and how many bits that takes, as plain data.
+
+In: an open file. Out: a row per tensor. P is pruning, Q sharing weights, H coding. Before coding a kept weight has a
+code of a fixed number of bits, and its place is the gap to the weight before, of a fixed number of bits as well, with
+a filler entry where a gap is too long; the bits are those with which gaps and codes together are smallest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy
+
+from undertow.compress.entries import Entry, Kind
+from undertow.compress.small_file import SmallFile
+from undertow.compress.streams import GAP_BITS, gaps_of
+from undertow.compress.tensors import CodedTensor
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor. What a dense tensor or an alias does not have is None."""
+
+    name: str
+    kind: str
+    alias_of: str | None
+    dtype: str
+    shape: tuple[int, ...]
+    num_weights: int
+    num_kept: int
+    tensor_bytes: int  # in memory, in its own dtype
+    file_bytes: int
+    share_of_file: float
+    num_codes: int | None = None
+    code_bits: int | None = None  # P+Q, per entry
+    coded_code_bits: float | None = None  # P+Q+H, per kept weight
+    gap_bits: int | None = None  # P+Q, per entry
+    coded_gap_bits: float | None = None  # P+Q+H, per kept weight
+    shared_bytes: int | None = None  # P+Q: entries of gap and code, codebook, scales
+
+
+def make_table(file: SmallFile) -> list[Row]:
+    """A row per tensor, in the file's order. Each coded tensor is decoded for it."""
+    return [_row(file, entry) for entry in file.entries.values()]
+
+
+def _row(file: SmallFile, entry: Entry) -> Row:
+    tensor = file.read(entry.name) if entry.kind in (Kind.MIXED, Kind.HUFFMAN) else None
+    row = Row(
+        entry.name,
+        entry.kind.name.lower(),
+        entry.alias_of,
+        str(entry.dtype).removeprefix("torch."),
+        entry.shape,
+        entry.num_weights,
+        entry.num_kept if tensor is not None else entry.num_weights,
+        entry.num_bytes,
+        entry.payload_bytes,
+        entry.payload_bytes / file.num_bytes,
+    )
+    if not isinstance(tensor, CodedTensor) or not entry.num_kept:
+        return row
+    # One code more than values for the filler, where there are gaps.
+    is_sparse = tensor.mask is not None
+    code_bits = (entry.num_codes + is_sparse - 1).bit_length()
+    gap_bits, num_entries = 0, entry.num_kept
+    if tensor.mask is not None:
+        positions = numpy.flatnonzero(tensor.mask.numpy())
+        sizes = {bits: gaps_of(positions, bits)[0].size for bits in GAP_BITS}
+        gap_bits = min(sizes, key=lambda bits: sizes[bits] * (bits + code_bits))
+        num_entries = sizes[gap_bits]
+    tables = (entry.num_codes + (entry.shape[0] if entry.has_scales else 0)) * entry.dtype.itemsize
+    return replace(
+        row,
+        num_codes=entry.num_codes,
+        code_bits=code_bits,
+        coded_code_bits=8 * entry.sizes[1] / entry.num_kept,
+        gap_bits=gap_bits,
+        coded_gap_bits=8 * entry.sizes[0] / entry.num_kept,
+        shared_bytes=(num_entries * (gap_bits + code_bits) + 7) // 8 + tables,
+    )
