@@ -70,8 +70,8 @@ with _naming_what_is_missing():
     from torch._C import _SetExcludeDispatchKeyGuard as SetExcludeDispatchKeyGuard
     from torch._C import _storage_Use_Count as storage_use_count
     from torch._C import _VariableFunctions as VariableFunctions
-    from torch._C._functorch import is_batchedtensor as is_mapped
     from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensor_hooks
+    from torch._C._functorch import is_batchedtensor as is_mapped
     from torch._ops import OpOverload, OpOverloadPacket
     from torch._prims_common import suggest_memory_format
     from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode

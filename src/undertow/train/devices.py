@@ -6,7 +6,9 @@ own. On the CPU a batch is used as the loader gives it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,6 +99,35 @@ class Batches:
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         source = tensor if tensor.is_cuda else tensor.pin_memory()
         return source.to(self._device, non_blocking=True)
+
+
+class StepTimer:
+    """Times steps without waiting for them: on a GPU by events, which are read when the loss has been."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds: list[float] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Time what runs inside."""
+        if not self._is_cuda:
+            start = time.perf_counter()
+            yield
+            self._seconds.append(time.perf_counter() - start)
+            return
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        yield
+        events[1].record()
+        self._events.append(events)
+
+    def take(self) -> list[float]:
+        """The seconds of the steps since the last call, all of which have ended."""
+        found = self._seconds + [start.elapsed_time(end) / 1e3 for start, end in self._events]
+        self._seconds, self._events = [], []
+        return found
 
 
 def device_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -39,7 +39,7 @@ from undertow.train.checkpoint import (
     save_checkpoint,
 )
 from undertow.train.config import PLATEAU, TrainConfig
-from undertow.train.devices import Batches, choose_device, move_model, out_of_memory
+from undertow.train.devices import Batches, StepTimer, choose_device, move_model, out_of_memory
 from undertow.train.diagnosis import check_first_weights, explain_not_finite, has_finite_weights
 from undertow.train.evaluation import Evaluation, Evaluator, check_labels
 from undertow.train.feeding import Feed
@@ -162,6 +162,7 @@ class Run:
         self._records: Records | None = None
         self._num_classes: int | None = None  # None: targets are not labels
         self._step_seconds: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
+        self._timer = StepTimer(device)
         self._is_called_off = False
         self._rates: list[float] = []
 
@@ -351,6 +352,8 @@ class Run:
             batches.fetch()
         # The loss function has divided each loss already, so the sum is the mean.
         loss = sum(map(float, losses))
+        seconds = self._timer.take()
+        self._step_seconds.extend(seconds if progress.step >= MEASURED_STEP else ())
         progress.step += 1
         progress.batch += len(group)
         progress.loss_sum += loss
@@ -367,13 +370,8 @@ class Run:
             call = measure_call(lambda: losses.append(step(*batch.call, **batch.kwargs)), held, batch.tensors())
             progress.measured_peak_bytes = max(call.peak_bytes, progress.measured_peak_bytes or 0)
             return losses[0]
-        start = time.perf_counter()
-        loss = step(*batch.call, **batch.kwargs)
-        if progress.step >= MEASURED_STEP:
-            if loss.is_cuda:
-                float(loss)
-            self._step_seconds.append(time.perf_counter() - start)
-        return loss
+        with self._timer.timing():
+            return step(*batch.call, **batch.kwargs)
 
     def train_mode(self) -> None:
         """The model as it trains: frozen norms keep their statistics."""
