@@ -94,7 +94,8 @@ class Variant:
             with _PLANNING, unwatched():
                 live = {**self.captured.live, **self._request.live}
                 self._counted[step] = count_workspaces(self._request, step.plan, live)
-        return replace(self._counted[step], notes=step.describe().notes)
+        counted, notes = self._counted[step], step.describe().notes
+        return counted if counted.notes == notes else replace(counted, notes=notes)
 
     def _announce(self, took_s: float) -> None:
         """Say that a step was planned; aloud where it was not the first one and took long."""
