@@ -53,7 +53,7 @@ def test_wheel_says_what_it_is(wheel):
     assert metadata["Requires-Python"] == ">=3.11" and metadata["License-Expression"] == "Apache-2.0"
     classifiers = metadata.get_all("Classifier")
     assert "Typing :: Typed" in classifiers and "Programming Language :: Python :: 3.11" in classifiers
-    assert metadata.get_all("Provides-Extra") == ["test", "docs"]
+    assert metadata.get_all("Provides-Extra") == ["test", "docs", "data"]
     needed = [item for item in metadata.get_all("Requires-Dist") if "extra ==" not in item]
     assert "torch>=2.11" in needed, "no upper limit: it would replace the PyTorch that a user has"
 
@@ -65,14 +65,18 @@ def test_only_dependencies_are_imported():
     allowed = set(re.findall(r'^ *"([a-z-]+)', listed, re.MULTILINE)) | {"undertow"}
     modules = {"pillow": "PIL", "pyyaml": "yaml", "scikit-learn": "sklearn"}
     allowed = {modules.get(name, name) for name in allowed} | {"llvmlite"}  # which numba brings
-    imported = set()
+    always, late = set(), set()
     for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            found = always if node in tree.body else late
             if isinstance(node, ast.Import):
-                imported |= {alias.name.split(".")[0] for alias in node.names}
+                found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                imported.add((node.module or "").split(".")[0])
-    assert imported - set(sys.stdlib_module_names) <= allowed
+                found.add((node.module or "").split(".")[0])
+    assert always - set(sys.stdlib_module_names) <= allowed
+    # Where an option needs them, with a line that says how they are installed.
+    assert late - set(sys.stdlib_module_names) <= allowed | {"pyarrow", "torchvision"}
 
 
 def test_every_public_name_is_there():
