@@ -11,6 +11,7 @@ import torch
 from schedules import convnet, problem_of, scheduled_plan
 
 from undertow.api.planning import plan as plan_training
+from undertow.errors import InfeasibleBudget
 from undertow.ir import Gradient, Input, InputKind, Node, Origin, Outcome, Phase, Program, TensorType, Value
 from undertow.ir.cost import Cost
 from undertow.memory.tables import make_plan
@@ -277,10 +278,15 @@ def test_times_of_other_plans_are_drawn_in_proportion():
     assert "+9.1%" in Reader(page).text
 
 
-@pytest.mark.parametrize("name", ["resnet50", "gpt"])
-def test_layers_are_in_the_order_in_which_the_model_runs_them(name):
+@pytest.mark.parametrize("name, budget", [("resnet50", None), ("gpt", None), ("vgg_small", "least")])
+def test_layers_are_in_the_order_in_which_the_model_runs_them(name, budget):
     model, args = SMALL[name].build(), SMALL[name].example_inputs(2)
-    names = [layer.path for layer in find_decisions(plan_training(model, args).plan).layers]
+    if budget is not None:
+        with pytest.raises(InfeasibleBudget) as refusal:
+            plan_training(model, args, budget=1, costs="model")
+        budget = refusal.value.minimum_bytes
+    planned = plan_training(model, args, budget=budget, costs="model").plan
+    names = [layer.path for layer in find_decisions(planned).layers]
     called = [""]
     for path, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, path=path: called.append(path))

@@ -34,8 +34,9 @@ def find_decisions(plan: Plan) -> Decisions:
         tuple(finder.encoded()),
         tuple(finder.written_over()),
     )
-    # The forward pass decides the order: the backward pass meets the modules from the last to the first.
-    in_order = sorted(plan.nodes, key=lambda node: node.phase is not Phase.FORWARD)
+    # The forward pass decides the order: the backward pass meets the modules from the last to the first. It is that of
+    # the Program, since a plan moves nodes.
+    in_order = sorted((*plan.base.nodes, *plan.nodes), key=lambda node: node.phase is not Phase.FORWARD)
     modules = tuple(dict.fromkeys(node.origin.module_path for node in in_order))
     return Decisions(total, find_peak(timeline), modules)
 
