@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -85,11 +86,34 @@ LOSSES = [(float(step), 2.3 / step) for step in range(1, 200)]
 TESTS = [Evaluated(40 * (epoch + 1), epoch, 0.1, loss, 0.5) for epoch, loss in enumerate((6.72, 1.1, 0.9, 3.1))]
 
 
-def run_page(plan, losses=LOSSES, tests=TESTS):
-    measured = Measurement(plan.peak_bytes, 3e-4)
-    tiles, rows = [("Test accuracy", "50 %", "")], [("model", "m" * 90), ("data", "digits")]
-    view = RunView("m on digits", "finished", True, tiles, losses, tests, rows, rows, measured, 2**28)
-    return render_run_page(view, plan)
+RATES = [(float(step), 0.1 * (1 - step / 200)) for step in range(1, 200)]
+CLASSES = [f"class {index}" for index in range(10)]
+MATRIX = [[40 if row == column else (3 * row + column) % 4 for column in range(10)] for row in range(10)]
+
+
+def run_page(plan, losses=LOSSES, tests=TESTS, **options):
+    rows = [("model", "m" * 90), ("data", "digits")]
+    view = RunView(
+        title="m on digits",
+        verdict="finished",
+        is_good=True,
+        tiles=[("Test accuracy", "50 %", "")],
+        losses=losses,
+        judging="validation",
+        tests=tests,
+        best_step=120,
+        tested="the best weights on the test data: loss 0.9",
+        curves=[("Learning rate", RATES), ("Norm of the gradients", losses)] if losses else [],
+        confusion=("Test data, the best weights.", MATRIX),
+        classes=CLASSES,
+        config=rows,
+        environment=rows,
+        budget_bytes=plan.budget_bytes,
+        held_bytes=2**20,
+        measured=Measurement(plan.peak_bytes, 3e-4),
+        process_bytes=2**28,
+    )
+    return render_run_page(replace(view, **options), plan)
 
 
 class Reader(HTMLParser):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from undertow.report.page_frames import Frame, open_svg, svg_text
 from undertow.report.page_pictures import number_ticks
 from undertow.report.page_tables import table
 
-HEIGHT = 320
+HEIGHT, LOW_HEIGHT = 320, 220
 MAX_POINTS = 400
 LOG_RATIO = 10.0  # the largest over the median: on a linear axis half of the points would be in the lowest tenth
 
@@ -24,13 +24,14 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation: after which step, and what it found."""
+    """The evaluation after an epoch: after which step, and what it found."""
 
     step: int
     epoch: int
     train_loss: float
     loss: float
     accuracy: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,13 @@ def find_axis(values: Sequence[float]) -> Axis:
     return Axis(low - margin, high + margin, is_log=False)
 
 
-def draw_run_curve(title: str, quiet: Points, marked: Points, frame: Frame, is_share: bool = False) -> str:
-    """A thin line through `quiet`, a strong one with dots through `marked`; shares are written in percent."""
+def draw_run_curve(
+    title: str, quiet: Points, marked: Points, frame: Frame, best_step: int | None = None, is_share: bool = False
+) -> str:
+    """A thin line through `quiet`, a strong one with dots through `marked`; shares are written in percent.
+
+    A dotted line is at `best_step`.
+    """
     quiet = thin_out(quiet)
     shown = [*quiet, *marked]
     right = max(x for x, _ in shown)
@@ -91,6 +97,10 @@ def draw_run_curve(title: str, quiet: Points, marked: Points, frame: Frame, is_s
             x = to_pixels((tick, axis.high)).split()[0]
             parts.append(svg_text(float(x), frame.floor + 20, f"{tick:.0f}", "tick", "middle"))
     parts.append(svg_text(frame.left - 14, frame.floor + 20, "step", "tick", "end"))
+    if best_step is not None and best_step <= right:
+        x = to_pixels((best_step, axis.low)).split()[0]
+        parts.append(f'<path class="best" d="M{x} {frame.top}V{frame.floor}"/>')
+        parts.append(svg_text(float(x), frame.top - 6, "best", "tick", "middle"))
     for points, kind in ((quiet, "quiet-line"), (marked, "test-line")):
         if len(points) > 1:
             parts.append(f'<path class="{kind}" d="M{"L".join(map(to_pixels, points))}"/>')
@@ -113,17 +123,21 @@ def thin_out(points: Points) -> list[tuple[float, float]]:
     return found
 
 
-def evaluation_table(tests: Sequence[Evaluated]) -> str:
+def evaluation_rows(tests: Sequence[Evaluated], judging: str) -> list[tuple[str, ...]]:
+    """The heads, and a row for each evaluation; `judging` is the data that epochs were judged by."""
+    names = list(dict.fromkeys(name for item in tests for name in item.metrics))
+    has_accuracy = any(item.accuracy is not None for item in tests)
+    heads = ("epoch", "step", "training loss", f"{judging} loss", *(["accuracy"] if has_accuracy else []), *names)
+    rows: list[tuple[str, ...]] = [heads]
+    for item in tests:
+        accuracy = "-" if item.accuracy is None else f"{item.accuracy:.2%}"
+        metrics = (f"{item.metrics[name]:.4g}" if name in item.metrics else "-" for name in names)
+        losses = (f"{item.train_loss:.4f}", f"{item.loss:.4f}", *([accuracy] if has_accuracy else []))
+        rows.append((str(item.epoch + 1), str(item.step), *losses, *metrics))
+    return rows
+
+
+def evaluation_table(tests: Sequence[Evaluated], judging: str) -> str:
     """Every evaluation."""
-    rows = [
-        (
-            str(item.epoch + 1),
-            str(item.step),
-            f"{item.train_loss:.4f}",
-            f"{item.loss:.4f}",
-            "-" if item.accuracy is None else f"{item.accuracy:.2%}",
-        )
-        for item in tests
-    ]
-    heads = ("epoch", "step", "training loss", "test loss", "test accuracy")
-    return table(heads, rows, ("number",) * 5, is_narrow=True)
+    heads, *rows = evaluation_rows(tests, judging)
+    return table(heads, rows, ("number",) * len(heads), is_narrow=True)

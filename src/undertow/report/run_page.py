@@ -23,7 +23,8 @@ from undertow.report.page_tables import (
     peak_table,
 )
 from undertow.report.reasons import find_decisions
-from undertow.report.run_curves import HEIGHT, Evaluated, draw_run_curve, evaluation_table
+from undertow.report.run_confusion import Matrix, confusion_figure
+from undertow.report.run_curves import HEIGHT, LOW_HEIGHT, Evaluated, Points, draw_run_curve, evaluation_table
 from undertow.report.timeline import Timeline
 
 
@@ -35,11 +36,19 @@ class RunView:
     verdict: str
     is_good: bool
     tiles: Sequence[tuple[str, str, str]]
-    losses: Sequence[tuple[float, float]]  # of training, at each step
+    losses: Points  # of training, at each step
+    judging: str  # the data that epochs were judged by: test or validation
     tests: Sequence[Evaluated]
+    best_step: int | None
+    tested: str  # what the best weights gave on the test data, where validation data judged
+    curves: Sequence[tuple[str, Points]]
+    confusion: tuple[str, Matrix] | None  # what it is of, and the counts
+    classes: Sequence[str]
     config: Sequence[tuple[str, str]]
     environment: Sequence[tuple[str, str]]
-    measured: Measured | None
+    budget_bytes: int | None
+    held_bytes: int  # part of the budget that the step's plan does not have
+    measured: Measured | None  # of the step
     process_bytes: int | None
 
 
@@ -48,10 +57,10 @@ def render_run_page(view: RunView, plan: Plan) -> str:
     decisions, timeline = find_decisions(plan), Timeline(plan)
     picture = make_picture(timeline)
     mark, kind = ("✓", "good") if view.is_good else ("✗", "bad")
-    budget = plan.budget_bytes
+    budget, predicted = view.budget_bytes, plan.peak_bytes + view.held_bytes
     tiles = [
         *view.tiles,
-        ("Predicted peak", format_bytes(plan.peak_bytes), f"{plan.peak_bytes:,} bytes"),
+        ("Predicted peak", format_bytes(predicted), f"{predicted:,} bytes"),
         ("Budget", "none" if budget is None else format_bytes(budget), "" if budget is None else f"{budget:,} bytes"),
     ]
     sections = [
@@ -59,7 +68,7 @@ def render_run_page(view: RunView, plan: Plan) -> str:
         f"{escape(view.verdict)}</p>{tile_list(tiles)}</header>\n",
         _curves(view),
         memory_section(plan, timeline, picture),
-        section("Predicted and measured", measured_table(plan, view.measured, view.process_bytes)),
+        section("Predicted and measured", measured_table(plan, view.measured, view.process_bytes), _held_note(view)),
         section("At the peak", peak_table(plan, decisions.peak), largest_table(decisions.peak)),
         section("What was decided, layer by layer", layers_table(decisions), *decision_tables(decisions)),
         section("Settings of the run", environment_table(view.config)),
@@ -70,15 +79,37 @@ def render_run_page(view: RunView, plan: Plan) -> str:
     return page.encode("utf-8", "replace").decode("utf-8")
 
 
+def _held_note(view: RunView) -> str:
+    if not view.held_bytes:
+        return ""
+    size = format_bytes(view.held_bytes)
+    return f'<p class="note">Besides the step, the budget has {size} for averaged weights and the next batch.</p>'
+
+
 def _curves(view: RunView) -> str:
     if not view.losses:
         return section("Loss", "<p>No step has been recorded.</p>")
-    legend = '<ul class="legend"><li><i class="key-train"></i>training</li><li><i class="key-test"></i>test</li></ul>'
-    tested = [(float(item.step), item.loss) for item in view.tests]
-    figure = make_figure(HEIGHT, lambda frame: draw_run_curve("Loss", view.losses, tested, frame), legend)
+    legend = (
+        '<ul class="legend"><li><i class="key-train"></i>training</li>'
+        f'<li><i class="key-test"></i>{escape(view.judging)}</li></ul>'
+    )
+    tested, best = [(float(item.step), item.loss) for item in view.tests], view.best_step
+    figure = make_figure(HEIGHT, lambda frame: draw_run_curve("Loss", view.losses, tested, frame, best), legend)
     parts = [section("Loss", figure)]
     shares = [(float(item.step), item.accuracy) for item in view.tests if item.accuracy is not None]
     if shares:
-        figure = make_figure(HEIGHT, lambda frame: draw_run_curve("Test accuracy", (), shares, frame, is_share=True))
-        parts.append(section("Test accuracy", figure))
-    return "".join(parts) + (section("Evaluations", evaluation_table(view.tests)) if view.tests else "")
+        title = f"{view.judging.capitalize()} accuracy"
+        figure = make_figure(HEIGHT, lambda frame: draw_run_curve(title, (), shares, frame, best, is_share=True))
+        parts.append(section(title, figure))
+    if view.tests:
+        note = f"<p>{escape(view.tested)}</p>" if view.tested else ""
+        parts.append(section("Evaluations", note, evaluation_table(view.tests, view.judging)))
+    if view.confusion is not None:
+        what, matrix = view.confusion
+        note = f'<p class="note">{escape(what)}</p>'
+        parts.append(section("Which class was taken for which", note, confusion_figure(matrix, view.classes)))
+    return "".join(parts) + "".join(section(title, _draw_low(title, points)) for title, points in view.curves)
+
+
+def _draw_low(title: str, points: Points) -> str:
+    return make_figure(LOW_HEIGHT, lambda frame: draw_run_curve(title, points, (), frame))

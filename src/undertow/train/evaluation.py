@@ -11,6 +11,7 @@ import torch
 
 from undertow.api.planning import plan
 from undertow.errors import CallError, DataError
+from undertow.report.run_confusion import MAX_CLASSES
 from undertow.train.batches import Batch
 from undertow.train.devices import Batches
 from undertow.train.metrics import IGNORED, Judged, make_metrics
@@ -39,6 +40,12 @@ class Evaluation:
     def numbers(self) -> dict[str, float]:
         """The metrics that are single numbers."""
         return {name: value for name, value in self.metrics.items() if isinstance(value, float)}
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """The metrics that are recorded as tables: a matrix of few classes. One of many would outgrow the records."""
+        matrix = self.metrics.get("confusion")
+        return {"confusion": matrix} if matrix is not None and len(matrix) <= MAX_CLASSES else {}
 
     @property
     def line(self) -> str:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from undertow.durable import write_durably
@@ -45,13 +46,14 @@ class Records:
             raise FolderError(f"records cannot be written in {folder.path}: {error.strerror}") from None
         self._events = EventWriter(self._file, now, first_step + 1 if is_resumed else None)
 
-    def add(self, step: int, kind: str, **numbers: Any) -> None:
-        """Add a line; `kind` is train, validation, test or speed.
+    def add(self, step: int, kind: str, tables: Mapping[str, Any] | None = None, **numbers: Any) -> None:
+        """Add a line; `kind` is train, validation, test or speed. `tables` are no numbers: no event has them.
 
         JSON has no infinity and no NaN: such a number is left out.
         """
         present = {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
-        self._write(json.dumps({"step": step, "kind": kind, **present}) + "\n", step, kind, present)
+        line = {"step": step, "kind": kind, **present, **(tables or {})}
+        self._write(json.dumps(line) + "\n", step, kind, present)
 
     def _write(self, line: str, step: int, kind: str, numbers: dict[str, Any]) -> None:
         with self._reporting():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from undertow.errors import CallError, DataError
 from undertow.ir import Plan, format_bytes
 from undertow.report.columns import align, wrap
 from undertow.report.plan_summary import plan_to_dict, print_plan
-from undertow.report.run_curves import Evaluated
+from undertow.report.run_curves import evaluation_rows
 from undertow.report.run_page import RunView, render_run_page
+from undertow.report.run_records import VALIDATION, RunRecords
 from undertow.train.batches import Batch, make_empty
 from undertow.train.checkpoint import Checkpoint, Progress
 from undertow.train.config import TrainConfig
@@ -39,7 +39,7 @@ class RunReport:
     config: TrainConfig
     progress: Progress
     about: dict[str, Any]
-    metrics: Sequence[dict[str, Any]]
+    records: RunRecords
     plan: Plan
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,53 +48,89 @@ class RunReport:
             "config": self.config.to_dict(),
             "place": vars(self.progress),
             "environment": self.about["environment"],
-            "tests": [vars(item) for item in self.tests],
+            "judged_by": self.records.judging,
+            "tests": [asdict(item) for item in self.records.evaluations],
             "plan": plan_to_dict(self.plan),
         }
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("epoch", "step", "training loss", "test loss", "accuracy")]
-        rows += [
-            (
-                str(item.epoch + 1),
-                str(item.step),
-                f"{item.train_loss:.4f}",
-                f"{item.loss:.4f}",
-                "-" if item.accuracy is None else f"{item.accuracy:.2%}",
-            )
-            for item in self.tests
-        ]
-        lines = [f"{self.title}: {self.verdict}"]
+        table = align(rows := evaluation_rows(self.records.evaluations, self.records.judging), ">" * len(rows[0]))
+        lines = [self.best, self.tested, f"{self.title}: {self.verdict}"]
         if self.progress.measured_peak_bytes is not None:
-            lines.insert(0, f"measured peak {self.progress.measured_peak_bytes:,} bytes")
-        return "\n\n".join([print_plan(self.plan), align(rows, ">>>>>"), "\n".join(map(wrap, lines))])
+            lines.insert(2, f"measured peak {self.progress.measured_peak_bytes:,} bytes")
+        return "\n\n".join([print_plan(self.plan), table, "\n".join(map(wrap, filter(None, lines)))])
 
     def to_html(self) -> str:
         """One page that needs nothing else."""
-        progress = self.progress
+        progress, records = self.progress, self.records
         measured = None
         if progress.measured_peak_bytes is not None:
-            measured = MeasuredSteps(progress.measured_peak_bytes, progress.measured_step_s)
-        peak = "not measured" if measured is None else format_bytes(measured.peak_bytes)
-        tiles = [
-            ("Test accuracy", "-" if progress.test_accuracy is None else f"{progress.test_accuracy:.2%}", ""),
-            ("Training loss", "-" if progress.last_loss is None else f"{progress.last_loss:.4f}", "of the last step"),
-            ("Steps", f"{progress.step:,}", f"{progress.epoch} epochs, {progress.seconds:.0f} s"),
-            ("Measured peak", peak, "" if measured is None else f"{measured.peak_bytes:,} bytes"),
-        ]
+            measured = MeasuredSteps(progress.measured_peak_bytes - self.held_bytes, progress.measured_step_s)
+        used = {**self.config.to_dict(), **{name: self.config.effective(name) for name in ("lr", "momentum")}}
         view = RunView(
             title=self.title,
             verdict=self.verdict,
             is_good=self.is_within_budget,
-            tiles=tiles,
-            losses=[(record["step"], record["loss"]) for record in self.metrics if is_loss(record)],
-            tests=self.tests,
-            config=[(name, str(value)) for name, value in self.config.to_dict().items() if value is not None],
+            tiles=self._tiles(),
+            losses=records.curve("train", "loss"),
+            judging=records.judging,
+            tests=records.evaluations,
+            best_step=progress.best_step,
+            tested=self.tested,
+            curves=records.curves(),
+            confusion=records.confusion(progress.best_step),
+            classes=tuple(map(str, self.about["data"]["classes"] or ())),
+            config=[(name, show_option(value)) for name, value in used.items() if value is not None],
             environment=[(name, str(value)) for name, value in self.about["environment"].items()],
+            budget_bytes=self.budget_bytes,
+            held_bytes=self.held_bytes,
             measured=measured,
             process_bytes=progress.process_peak_bytes,
         )
         return render_run_page(view, self.plan)
+
+    def _tiles(self) -> list[tuple[str, str, str]]:
+        progress = self.progress
+        peak = progress.measured_peak_bytes
+        what = "of the best weights" if self.records.judging == VALIDATION else "after the last epoch"
+        accuracy, loss = progress.test_accuracy, progress.test_loss
+        shown = ("Test loss", loss, "{:.4f}") if accuracy is None else ("Test accuracy", accuracy, "{:.2%}")
+        tiles = [(shown[0], "-" if shown[1] is None else shown[2].format(shown[1]), "" if shown[1] is None else what)]
+        if progress.best_epoch is not None:
+            judged = f"{self.records.judging} loss {progress.best_loss:.4f}"
+            tiles.append(("Best epoch", f"{progress.best_epoch + 1} of {progress.epoch}", judged))
+        tiles.append(("Training loss", "-" if progress.last_loss is None else f"{progress.last_loss:.4f}", "last step"))
+        tiles.append(("Steps", f"{progress.step:,}", f"{progress.epoch} epochs, {progress.seconds:.0f} s"))
+        if progress.num_examples and progress.seconds:
+            rate = f"{progress.num_examples / progress.seconds:,.0f}"
+            tiles.append(("Examples a second", rate, "evaluation included"))
+        note = "" if peak is None else f"{peak:,} bytes"
+        return [*tiles, ("Measured peak", "not measured" if peak is None else format_bytes(peak), note)]
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget that the run was planned for; older runs did not record it."""
+        found = self.about.get("budget_bytes", self.plan.budget_bytes)
+        return None if found is None else int(found)
+
+    @property
+    def held_bytes(self) -> int:
+        """What lies in the budget beside the step: averaged weights, and on a GPU the next batch."""
+        return int(self.about.get("held_bytes", 0))
+
+    @property
+    def best(self) -> str:
+        """Which epoch was the best, in a sentence."""
+        progress = self.progress
+        if progress.best_epoch is None:
+            return ""
+        return f"best after epoch {progress.best_epoch + 1}: {self.records.judging} loss {progress.best_loss:.4f}"
+
+    @property
+    def tested(self) -> str:
+        """What the best weights gave on the test data, where validation data judged the epochs."""
+        found = self.records.last_test if self.records.judging == VALIDATION else None
+        return "" if found is None else f"the best weights on the test data: {found}"
 
     @property
     def title(self) -> str:
@@ -104,42 +140,24 @@ class RunReport:
     @property
     def is_within_budget(self) -> bool:
         """Whether the measured peak is within the budget; also true without a peak or a budget."""
-        measured, budget = self.progress.measured_peak_bytes, self.plan.budget_bytes
+        measured, budget = self.progress.measured_peak_bytes, self.budget_bytes
         return measured is None or budget is None or measured <= budget
 
     @property
     def verdict(self) -> str:
         """The state of the run, in a sentence."""
         state = self.progress.stopped or "not ended"
-        within = (
-            "" if self.plan.budget_bytes is None or self.progress.measured_peak_bytes is None else ", within its budget"
-        )
+        within = "" if self.budget_bytes is None or self.progress.measured_peak_bytes is None else ", within its budget"
         return f"{state} after {self.progress.step} steps{within if self.is_within_budget else ', over its budget'}"
 
-    @property
-    def judging(self) -> str:
-        """The data that epochs were judged by."""
-        return "validation" if any(item.get("kind") == "validation" for item in self.metrics) else "test"
 
-    @property
-    def tests(self) -> list[Evaluated]:
-        """The evaluations that were recorded."""
-        return [
-            Evaluated(item["step"], item["epoch"], item["train_loss"], item["loss"], item.get("accuracy"))
-            for item in self.metrics
-            if item.get("kind") == self.judging
-            and all(is_number(item.get(name)) for name in ("epoch", "train_loss", "loss"))
-        ]
-
-
-def is_loss(record: dict[str, Any]) -> bool:
-    """Whether a record has the loss of a training step."""
-    return record.get("kind") == "train" and is_number(record.get("loss"))
-
-
-def is_number(value: Any) -> bool:
-    """Whether it can be drawn and printed; anybody may have written the records."""
-    return isinstance(value, int | float) and math.isfinite(value)
+def show_option(value: Any) -> str:
+    """The value of an option as it is given on the command line."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={item}" for name, item in value.items())
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def make_report(
@@ -156,6 +174,9 @@ def make_report(
     model.to(device).train()
     for module in still:
         module.eval()
+    about = checkpoint.about
+    budget = about.get("budget_bytes", config.budget)
+    held_bytes = about.get("held_bytes", 0)
     step = train_step(
         model,
         batch.args,
@@ -163,14 +184,15 @@ def make_report(
         targets=batch.targets,
         loss=objective.training_loss,
         optimizer=make_optimizer(config, model),
-        budget=config.budget,
+        budget=budget - held_bytes if isinstance(budget, int) else budget,
         clip_norm=config.clip_norm,
         accumulate=config.accumulate,
         numerics=config.numerics,
         allow_other_bits=config.allow_other_bits,
         costs=checkpoint.costs or "measured",
+        gradient_norm=config.gradient_norm,
     )
-    return RunReport(config, checkpoint.progress, checkpoint.about, metrics, step.plan)
+    return RunReport(config, checkpoint.progress, about, RunRecords(metrics), step.plan)
 
 
 def _recorded_batch(about: dict[str, Any], device: torch.device) -> Batch:

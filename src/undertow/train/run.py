@@ -24,6 +24,7 @@ from undertow.api.budgets import parse_budget
 from undertow.api.reports import process_peak_bytes
 from undertow.api.training import TrainStep, train_step
 from undertow.errors import CallError, DataError, UndertowError
+from undertow.ir import format_bytes
 from undertow.report.columns import wrap
 from undertow.runtime.measure import measure_call
 from undertow.train.averaging import Average
@@ -327,7 +328,7 @@ class Run:
         assert self._records is not None
         num_examples = sum(batch.num_examples for batch in group)
         progress.num_examples += num_examples
-        record = {"loss": loss, "lr": self._rates[0], "epoch": progress.epoch}
+        record: dict[str, Any] = {"loss": loss, "lr": self._rates[0], "epoch": progress.epoch}
         if self.step is not None and self.step.gradient_norm is not None:
             record["gradient_norm"] = self.step.gradient_norm
         self._records.add(progress.step, "train", **record)
@@ -391,6 +392,11 @@ class Run:
                 f"the budget of {self.budget_bytes:,} bytes leaves nothing for the step: the average of the weights "
                 f"and the next batch take {held_bytes:,} bytes"
             )
+        if self.budget_bytes is not None and held_bytes:
+            self.display.say(
+                f"the budget has {format_bytes(held_bytes)} for averaged weights and the next batch; "
+                f"{format_bytes(self.budget_bytes - held_bytes)} are for the step"
+            )
         self.step = train_step(
             self.workload.model,
             batch.args,
@@ -408,7 +414,7 @@ class Run:
         )
         self._costs = self.step.costs
         self.progress.predicted_peak_bytes = self.step.plan.peak_bytes + held_bytes
-        self._about["call"] = batch.describe()
+        self._about |= {"call": batch.describe(), "budget_bytes": self.budget_bytes, "held_bytes": held_bytes}
         self.display.say(f"planned the step in {time.perf_counter() - start:.1f} s")
 
     def _evaluate(self) -> Evaluation:
@@ -440,10 +446,11 @@ class Run:
         progress = self.progress
         assert self._records is not None
         record = {"loss": found.loss, "accuracy": found.accuracy, **more, "epoch": progress.epoch, **found.numbers}
-        self._records.add(progress.step, found.part, **record)
+        self._records.add(progress.step, found.part, found.tables, **record)
         if progress.num_examples:
-            rate = progress.num_examples / max(progress.seconds, 1e-9)
-            self._records.add(progress.step, "speed", examples_per_s=rate, epoch=progress.epoch)
+            num_examples, seconds = progress.num_examples, progress.seconds
+            numbers = {"examples_per_s": num_examples / max(seconds, 1e-9), "examples": num_examples}
+            self._records.add(progress.step, "speed", None, **numbers, seconds=seconds, epoch=progress.epoch)
         self._call("on_evaluation", {"step": progress.step, "kind": found.part, **record, "metrics": found.metrics})
 
     def _end_epoch(self) -> None:
