@@ -276,6 +276,45 @@ def test_losses_are_drawn_where_they_are():
     assert "logarithmic axis" in Reader(run_page(small_plan())).text
 
 
+def test_an_axis_from_zero_is_in_proportion():
+    axis = find_axis([2000.0, 3200.0], is_from_zero=True)
+    assert axis.share(3200.0) / axis.share(2000.0) == pytest.approx(1.6) and axis.ticks()[0] == 0
+    assert find_axis([0.0], is_from_zero=True).share(0.0) == 0
+    assert find_axis([0.1, 0.1, 0.1, 90.0], is_from_zero=True).is_log
+
+
+def test_the_page_of_a_run_says_what_judged_it():
+    text = Reader(run_page(small_plan())).text
+    for words in (
+        "Validation accuracy",
+        "validation loss",
+        "the best weights on the test data",
+        "Learning rate",
+        "Norm of the gradients",
+        "Which class was taken for which",
+        "1.0 MiB for averaged weights",
+        "best",
+    ):
+        assert words in text, words
+    assert "Test accuracy" not in text.replace("Test accuracy 50 %", "")
+    assert "test loss" in Reader(run_page(small_plan(), judging="test")).text
+
+
+def test_the_confusion_matrix_names_and_counts_every_cell():
+    page = run_page(small_plan(), classes=("<b>", "cat"))
+    wide = re.search(r'<svg [^>]*class="confusion wide".*?</svg>', page)[0]
+    cells = re.findall(r'<rect class="cell (right|wrong)".*?<title>(.*?) taken for (.*?): (\d+) of (\d+)</title>', wide)
+    names = ["&lt;b&gt;", "cat", *map(str, range(2, 10))]
+    expected = [
+        ("right" if row == column else "wrong", names[row], names[column], str(count), str(sum(MATRIX[row])))
+        for row in range(10)
+        for column, count in enumerate(MATRIX[row])
+    ]
+    assert cells == expected
+    counts = re.findall(r'<text class="count"[^>]*>(\d+)<', wide)
+    assert counts == [str(count) for row in MATRIX for count in row if count]
+
+
 @pytest.mark.parametrize("values", [[2.3, 2.0, 1.5, 3.4], [0.0, 0.01, 50.0], [-3.0, -1.0, 2.0], [1.0], [0.0]])
 def test_an_axis_is_linear_unless_it_hides_something(values):
     axis = find_axis(values)

@@ -550,6 +550,49 @@ def test_an_order_can_be_taken_up_anywhere():
     assert [targets.tolist() for _, targets in feed.batches(1, 0)] != whole
 
 
+def test_the_page_of_a_run_judged_by_validation_data(capsys):
+    words = (
+        "--validation",
+        "0.2",
+        "--metrics",
+        "f1,confusion",
+        "--gradient-norm",
+        "--ema",
+        "0.9",
+        "--schedule",
+        "cosine",
+    )
+    result = train(capsys, "--out", "a", *words, "--schedule", "cosine", "--budget", "300KiB")
+    records = RunFolder(Path("a")).read_metrics()
+    tested = [item for item in records if item["kind"] == "test"]
+    assert len(tested) == 1 and sum(map(sum, tested[0]["confusion"])) > 0
+    assert run(capsys, "report", "a", "--html")[0] == 0
+    page = Path("a/report.html").read_text()
+    for text in (
+        "Validation accuracy",
+        "<dt>Test accuracy</dt>",
+        f"<dd>{result['best_epoch'] + 1} of 3<small>validation loss {result['best_loss']:.4f}</small>",
+        "Norm of the gradients",
+        "Learning rate",
+        "Which class was taken for which",
+        "Test data, the best weights.",
+        "<td>lr</td>",
+        f"{result['predicted_peak_bytes']:,} bytes",
+        f"f1 {tested[0]['f1']:.4g}",
+        "307,200 bytes",
+    ):
+        assert text in page, text
+    assert "Test loss" not in page and "test loss" not in page
+    code, out, _ = run(capsys, "report", "a")
+    assert code == 0 and "validation loss" in out and "The best weights on the test data" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_what_is_held_beside_the_step_is_in_the_peak(capsys):
+    result = train(capsys, "--out", "a", "--ema", "0.9")
+    assert result["measured_peak_bytes"] <= result["predicted_peak_bytes"]
+
+
 def test_the_page_of_a_run_with_a_hostile_name(capsys, folder):
     name = "<script>alert(1)</script>"
     (folder / f"{name.replace('/', '')}.npz").write_bytes((folder / "data.npz").read_bytes())

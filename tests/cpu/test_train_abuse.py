@@ -473,5 +473,10 @@ def test_records_that_somebody_changed(capsys):
     train(capsys, "--out", "a")
     with open("a/metrics.jsonl", "a") as file:
         file.write('{"step": 1, "kind": "test", "loss": "x", "train_loss": "y", "epoch": 0}\n' + "[" * 100_000 + "\n")
+        for matrix in ('"x"', "[[1], [2, 3]]", "[[-1]]", "[[1.5]]", "[]", str([[1] * 25] * 25), "[[1e999]]"):
+            file.write(f'{{"step": 1, "kind": "test", "loss": 1, "confusion": {matrix}}}\n')
+        file.write('{"step": 1, "kind": "speed", "examples": "1", "seconds": -1}\n')
+        file.write('{"step": 1, "kind": "speed", "examples": 9e9, "seconds": 0}\n')
+        file.write('{"step": 1, "kind": "train", "lr": -1, "loss": -5, "gradient_norm": null}\n')
     for words in ((), ("--json",), ("--html",)):
         assert run(capsys, "report", "a", *words)[0] == 0

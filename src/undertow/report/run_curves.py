@@ -58,18 +58,30 @@ class Axis:
         return [tick for tick in found if self.low <= tick <= self.high]
 
 
-def find_axis(values: Sequence[float]) -> Axis:
-    """An axis on which every value is drawn where it is."""
+def find_axis(values: Sequence[float], is_from_zero: bool = False) -> Axis:
+    """An axis on which every value is drawn where it is; from zero, heights are in proportion unless it is logarithmic.
+
+    Values on an axis from zero are not negative.
+    """
     low, high = min(values), max(values)
     if low > 0 and high > LOG_RATIO * statistics.median(values):
         margin = (high / low) ** 0.06
         return Axis(low / margin, high * margin, is_log=True)
+    if is_from_zero:
+        return Axis(0.0, high * 1.06 or 1.0, is_log=False)
     margin = (high - low) * 0.06 or 0.05 * max(abs(high), 1.0)
     return Axis(low - margin, high + margin, is_log=False)
 
 
 def draw_run_curve(
-    title: str, quiet: Points, marked: Points, frame: Frame, best_step: int | None = None, is_share: bool = False
+    title: str,
+    quiet: Points,
+    marked: Points,
+    frame: Frame,
+    best_step: int | None = None,
+    *,
+    is_share: bool = False,
+    is_from_zero: bool = False,
 ) -> str:
     """A thin line through `quiet`, a strong one with dots through `marked`; shares are written in percent.
 
@@ -78,7 +90,7 @@ def draw_run_curve(
     quiet = thin_out(quiet)
     shown = [*quiet, *marked]
     right = max(x for x, _ in shown)
-    axis = find_axis([y for _, y in shown])
+    axis = find_axis([y for _, y in shown], is_from_zero)
 
     def to_pixels(point: tuple[float, float]) -> str:
         x = frame.left + (frame.end - frame.left) * point[0] / max(right, 1)

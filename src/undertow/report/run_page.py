@@ -112,4 +112,4 @@ def _curves(view: RunView) -> str:
 
 
 def _draw_low(title: str, points: Points) -> str:
-    return make_figure(LOW_HEIGHT, lambda frame: draw_run_curve(title, points, (), frame))
+    return make_figure(LOW_HEIGHT, lambda frame: draw_run_curve(title, points, (), frame, is_from_zero=True))

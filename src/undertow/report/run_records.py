@@ -63,7 +63,11 @@ class RunRecords:
         """What else changed over the run, by its title."""
         found = [(title, self.curve("train", name)) for title, name in CURVES]
         found.append(("Examples a second, evaluation included", self._rates()))
-        return [(title, points) for title, points in found if len({value for _, value in points}) > 1]
+        return [
+            (title, points)
+            for title, points in found
+            if len({value for _, value in points}) > 1 and min(value for _, value in points) >= 0
+        ]
 
     def confusion(self, best_step: int | None) -> tuple[str, list[list[int]]] | None:
         """The matrix of the best weights on the test data, else after the best epoch, else after the last; and of what.

@@ -30,7 +30,7 @@ class Average:
     @property
     def num_bytes(self) -> int:
         """The memory that the average takes all the time."""
-        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+        return sum(tensor.nbytes for tensor in (*self._averaged.parameters(), *self._averaged.buffers()))
 
     def update(self) -> None:
         """Take in the weights after an update."""

@@ -11,6 +11,7 @@ import torch
 
 from undertow.api.planning import plan
 from undertow.errors import CallError, DataError
+from undertow.report.columns import align, line_columns, wrap
 from undertow.report.run_confusion import MAX_CLASSES
 from undertow.train.batches import Batch
 from undertow.train.devices import Batches
@@ -18,6 +19,7 @@ from undertow.train.metrics import IGNORED, Judged, make_metrics
 from undertow.train.objective import Objective
 
 PERPLEXITY = "perplexity"
+MAX_CONFUSED_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,21 @@ class Evaluation:
         return f"{self.part} loss {self.loss:.4f}{accuracy}{shown} ({self.num_examples:,} examples)"
 
     def __str__(self) -> str:
-        return "\n".join([*_matrix_lines(self.metrics.get("confusion")), self.line])
+        return "\n".join([*_matrix_lines(self.metrics.get("confusion")), wrap(self.line)])
 
 
 def _matrix_lines(matrix: list[list[int]] | None) -> list[str]:
-    """The confusion matrix, a row for each class that was wanted."""
+    """The confusion matrix, a row for each class that was wanted; of many classes, those confused most often."""
     if not matrix:
         return []
     width = max(len(str(count)) for row in matrix for count in row) + 1
-    rows = [f"{index:>5}:" + "".join(f"{count:>{width}}" for count in row) for index, row in enumerate(matrix)]
-    return ["wanted (rows) and found (columns):", *rows]
+    if 6 + width * len(matrix) <= line_columns():
+        rows = [f"{index:>5}:" + "".join(f"{count:>{width}}" for count in row) for index, row in enumerate(matrix)]
+        return ["wanted (rows) and found (columns):", *rows]
+    wrong = [(-n, row, column) for row, counts in enumerate(matrix) for column, n in enumerate(counts) if row != column]
+    shown = [(str(row), str(column), str(-n)) for n, row, column in sorted(wrong)[:MAX_CONFUSED_SHOWN] if n]
+    head = "confused most often; --json has the whole matrix"
+    return [head, align([("wanted", "found", "times"), *shown], ">>>")] if shown else ["no class was confused"]
 
 
 class Evaluator:

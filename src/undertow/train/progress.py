@@ -6,11 +6,13 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from undertow.ir import format_bytes
+from undertow.report.columns import wrap
 
 PLAIN_INTERVAL_S = 10.0
+BAR_COLUMNS = 12
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Lines(Display):
         self._num_examples = 0
 
     def say(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        print(fit(line), file=self._stream, flush=True)
 
     def show(self, view: StepView) -> None:
         self._num_examples += view.num_examples
@@ -86,33 +88,23 @@ class Lines(Display):
 
 
 class Live(Display):
-    """A line that is drawn again at every step, with the time that is left."""
+    """A line that is drawn again at every step, with the time that is left; a narrow terminal gets less of it."""
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-        self._progress = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=12),
-            TextColumn("step {task.completed}/{task.total}"),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]}/s"),
-            TextColumn("{task.fields[peak]}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self._task: TaskID | None = None
+        self._console = Console(stderr=True)
+        self._progress: Any = None
+        self._task: Any = None
         self._start_s, self._num_examples = 0.0, 0
 
     def say(self, line: str) -> None:
-        self._progress.console.print(line, markup=False, highlight=False)
+        self._console.print(fit(line), markup=False, highlight=False)
 
     def show(self, view: StepView) -> None:
         now = time.perf_counter()
-        if self._task is None:
-            self._progress.start()
-            self._task = self._progress.add_task("", total=view.num_steps, epoch="", loss="", rate="", peak="")
+        if self._progress is None:
+            self._start(view)
             self._start_s = now
         self._num_examples += view.num_examples
         rate = self._num_examples / (now - self._start_s) if now > self._start_s else 0.0
@@ -125,8 +117,49 @@ class Live(Display):
             peak=view.peak,
         )
 
+    def _start(self, view: StepView) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = {
+            "epoch": TextColumn("epoch {task.fields[epoch]}"),
+            "bar": BarColumn(bar_width=BAR_COLUMNS),
+            "step": TextColumn("step {task.completed}/{task.total}"),
+            "loss": TextColumn("loss {task.fields[loss]}"),
+            "rate": TextColumn("{task.fields[rate]}/s"),
+            "peak": TextColumn("{task.fields[peak]}"),
+            "time": TimeRemainingColumn(),
+        }
+        shown = choose_columns(view, self._console.width)
+        self._progress = Progress(*(column for name, column in columns.items() if name in shown), console=self._console)
+        self._progress.start()
+        self._task = self._progress.add_task("", total=view.num_steps, epoch="", loss="", rate="", peak="")
+
     def close(self) -> None:
-        self._progress.stop()
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def fit(text: str) -> str:
+    """The text in lines that fit; its own lines stay lines."""
+    return "\n".join(map(wrap, text.splitlines()))
+
+
+def choose_columns(view: StepView, num_characters: int) -> list[str]:
+    """The columns of the live line that fit, the most important ones first."""
+    widths = {
+        "step": len(f"step {view.num_steps}/{view.num_steps}"),
+        "loss": len(f"loss {view.loss:.4f}"),
+        "time": len("0:00:00"),
+        "epoch": len(f"epoch {view.num_epochs}/{view.num_epochs}"),
+        "peak": len(view.peak),
+        "rate": len("10000/s"),
+        "bar": BAR_COLUMNS,
+    }
+    chosen: list[str] = []
+    for name in widths:
+        if sum(widths[item] + 1 for item in (*chosen, name)) - 1 <= num_characters:
+            chosen.append(name)
+    return chosen
 
 
 def make_display() -> Display:

@@ -41,6 +41,7 @@ class RunReport:
     about: dict[str, Any]
     records: RunRecords
     plan: Plan
+    held_bytes: int  # what lies in the budget beside the step: averaged weights, and on a GPU the next batch
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -109,14 +110,8 @@ class RunReport:
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget that the run was planned for; older runs did not record it."""
-        found = self.about.get("budget_bytes", self.plan.budget_bytes)
-        return None if found is None else int(found)
-
-    @property
-    def held_bytes(self) -> int:
-        """What lies in the budget beside the step: averaged weights, and on a GPU the next batch."""
-        return int(self.about.get("held_bytes", 0))
+        """The budget of the run."""
+        return None if self.plan.budget_bytes is None else self.plan.budget_bytes + self.held_bytes
 
     @property
     def best(self) -> str:
@@ -124,13 +119,13 @@ class RunReport:
         progress = self.progress
         if progress.best_epoch is None:
             return ""
-        return f"best after epoch {progress.best_epoch + 1}: {self.records.judging} loss {progress.best_loss:.4f}"
+        return f"Best after epoch {progress.best_epoch + 1}: {self.records.judging} loss {progress.best_loss:.4f}"
 
     @property
     def tested(self) -> str:
         """What the best weights gave on the test data, where validation data judged the epochs."""
         found = self.records.last_test if self.records.judging == VALIDATION else None
-        return "" if found is None else f"the best weights on the test data: {found}"
+        return "" if found is None else f"The best weights on the test data: {found}"
 
     @property
     def title(self) -> str:
@@ -175,8 +170,7 @@ def make_report(
     for module in still:
         module.eval()
     about = checkpoint.about
-    budget = about.get("budget_bytes", config.budget)
-    held_bytes = about.get("held_bytes", 0)
+    held_bytes, budget = _recorded_budget(about, config)
     step = train_step(
         model,
         batch.args,
@@ -184,7 +178,7 @@ def make_report(
         targets=batch.targets,
         loss=objective.training_loss,
         optimizer=make_optimizer(config, model),
-        budget=budget - held_bytes if isinstance(budget, int) else budget,
+        budget=budget,
         clip_norm=config.clip_norm,
         accumulate=config.accumulate,
         numerics=config.numerics,
@@ -192,7 +186,17 @@ def make_report(
         costs=checkpoint.costs or "measured",
         gradient_norm=config.gradient_norm,
     )
-    return RunReport(config, checkpoint.progress, about, RunRecords(metrics), step.plan)
+    return RunReport(config, checkpoint.progress, about, RunRecords(metrics), step.plan, held_bytes)
+
+
+def _recorded_budget(about: dict[str, Any], config: TrainConfig) -> tuple[int, int | str | None]:
+    """The bytes beside the step, and the step's budget; older runs recorded neither."""
+    if "budget_bytes" not in about:
+        return 0, config.budget
+    held_bytes, budget = about.get("held_bytes"), about["budget_bytes"]
+    if type(held_bytes) is not int or held_bytes < 0 or not (budget is None or type(budget) is int):
+        raise DataError("the checkpoint is refused: it does not say what the budget was")
+    return held_bytes, None if budget is None else budget - held_bytes
 
 
 def _recorded_batch(about: dict[str, Any], device: torch.device) -> Batch:

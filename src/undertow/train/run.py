@@ -105,16 +105,20 @@ class TrainResult:
         progress = self.progress
         accuracy = "" if progress.test_accuracy is None else f", test accuracy {progress.test_accuracy:.2%}"
         loss = "none" if progress.last_loss is None else f"{progress.last_loss:.4f}"
-        lines = [f"{progress.stopped} after {progress.step} steps in {progress.seconds:.1f} s: loss {loss}{accuracy}"]
-        if progress.best_epoch is not None:
-            lines.append(f"best after epoch {progress.best_epoch + 1}: loss {progress.best_loss:.4f}; kept as best")
+        lines = []
         if progress.measured_peak_bytes is not None:
             budget = "" if self.budget_bytes is None else f", budget {self.budget_bytes:,}"
             lines.append(
                 f"peak memory of a step: {progress.predicted_peak_bytes:,} bytes predicted, "
                 f"{progress.measured_peak_bytes:,} measured{budget}"
             )
-        return "\n".join([*map(wrap, lines), f"weights sha256 {self.weights_sha256}", f"run {self.folder}"])
+        if progress.best_epoch is not None:
+            lines.append(f"best after epoch {progress.best_epoch + 1}: loss {progress.best_loss:.4f}; kept as best")
+        lines.append(
+            f"{progress.stopped} after {progress.step} steps in {progress.seconds:.1f} s: loss {loss}{accuracy}"
+        )
+        # Last is what a reader looks for first: the end of the text is what a terminal shows.
+        return "\n".join([f"weights sha256 {self.weights_sha256}", f"run {self.folder}", *map(wrap, lines)])
 
 
 class Run:
