@@ -106,13 +106,30 @@ def test_doctor_without_numba(tmp_path):
     assert not found["is_fast"] and "pip install numba" in found["reason"]
 
 
-def test_a_missing_library_is_one_line():
-    program = (
-        "import sys; sys.modules['safetensors'] = None; from undertow.cli import main; sys.exit(main(['plan', 'mlp']))"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    "module, words, package",
+    [
+        ("safetensors", ["plan", "mlp"], "safetensors"),
+        ("typer", ["models"], "typer"),
+        ("sklearn.datasets", ["train", "lenet5"], "scikit-learn"),
+        ("PIL", ["train", "lenet5"], "pillow"),
+    ],
+)
+def test_a_missing_library_is_one_line(module, words, package, tmp_path):
+    program = f"import sys; sys.modules[{module!r}] = None; from undertow.cli import main; sys.exit(main({words}))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr == "undertow: safetensors is not installed, and Undertow needs it: pip install safetensors\n"
+    name = module.partition(".")[0]
+    assert result.stderr == f"undertow: {name} is not installed, and Undertow needs it: pip install {package}\n"
+
+
+def test_a_cache_that_cannot_be_written_is_one_line_of_a_command(tmp_path):
+    (tmp_path / "file").write_text("")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
+    command = [sys.executable, "-m", "undertow", "plan", "mlp", "--budget", "1GiB"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("undertow: warning: costs or plans could not be kept in the cache folder")
 
 
 def test_a_container_without_room_for_the_libraries_is_told_in_one_line(monkeypatch, capsys):

@@ -442,6 +442,8 @@ def test_after_training(capsys):
 
     code, out, _ = run(capsys, "report", "a")
     assert code == 0 and "within its budget" in out and "at the peak" in out
+    # The loss is no line of the user's here: neither typer's nor this test's, which called the command.
+    assert "%nll_loss_forward" in out and "main.py" not in out and "training_commands.py" not in out
     code, out, _ = run(capsys, "report", "a", "--json")
     data = json.loads(out)
     assert data["plan"]["peak_bytes"] == result["predicted_peak_bytes"] and len(data["tests"]) == 3

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from undertow.doing import watched_by
-from undertow.report.columns import MIN_COLUMNS, cut
 
 ERASE = "\r\x1b[K"
 INTERVAL_S = 1.0
@@ -47,13 +46,13 @@ class BusyLine:
 
     def _num_columns(self) -> int:
         """Those of the terminal that the line is on; a terminal that says 0 has not been told."""
-        return os.get_terminal_size(self._stream.fileno()).columns or MIN_COLUMNS
+        return os.get_terminal_size(self._stream.fileno()).columns or 80
 
     def _draw(self) -> None:
         seconds = time.monotonic() - self._start_s
         passed = f" ({seconds:.0f} s)" if seconds >= INTERVAL_S else ""
         # A line as wide as the terminal would go on in the next one, and only that one would be erased.
-        shown = cut(f"{self._what} ...{passed}", self._num_columns() - 1) if self._what else ""
+        shown = f"{self._what} ...{passed}"[: self._num_columns() - 1] if self._what else ""
         self._stream.write(ERASE + shown)
         self._stream.flush()
 

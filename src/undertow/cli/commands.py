@@ -22,7 +22,9 @@ from undertow.cli.printing import (
     check_page,
     print_result,
     report_error,
+    report_missing,
     report_refusal,
+    warnings_as_lines,
     write,
     write_page,
 )
@@ -82,7 +84,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may hold bytes that are not text
     output = io.StringIO()
     try:
-        with redirect_stdout(output):
+        with redirect_stdout(output), warnings_as_lines():
             try:
                 code = app(words, prog_name="undertow", standalone_mode=False)
             except InfeasibleBudget as refusal:
@@ -99,9 +101,7 @@ def _run(words: list[str]) -> int:
         report_error(str(error), "--json" in words)
         return exit_code(error)
     except ModuleNotFoundError as error:  # one of the user's modules is a CallError by now (`loading.running`)
-        report_error(
-            f"{error.name} is not installed, and Undertow needs it: pip install {error.name}", "--json" in words
-        )
+        report_missing(error, "--json" in words)
         return WRONG_CALL
 
 

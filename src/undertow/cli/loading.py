@@ -110,8 +110,16 @@ def running(what: str) -> Iterator[None]:
     except UndertowError:
         raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and _is_asked_for_here(error):
+            raise
         message = error.msg if isinstance(error, SyntaxError) else error
         raise CallError(f"{what}: {type(error).__name__}: {message}{_find_location(error)}") from error
+
+
+def _is_asked_for_here(error: ModuleNotFoundError) -> bool:
+    """Whether Undertow itself imports the missing module."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    return frames[-1].filename.startswith(_OWN_FOLDER) and not frames[-1].filename.startswith(_MODELS_FOLDER)
 
 
 def _find_location(error: BaseException) -> str:

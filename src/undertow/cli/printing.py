@@ -6,9 +6,16 @@ import json
 import math
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
+from undertow.cli.busy_line import ERASE
 from undertow.errors import ClosedPipe, InfeasibleBudget, OutputError
+
+OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "sklearn": "scikit-learn"}  # where they differ from the module
 
 
 def write(text: str, stream: TextIO) -> None:
@@ -38,6 +45,30 @@ def report_error(message: str, is_json: bool) -> None:
     """Print an error as one line on stderr."""
     line = " ".join(message.split())
     write((json.dumps({"error": line}) if is_json else f"undertow: {line}") + "\n", sys.stderr)
+
+
+def report_missing(error: ModuleNotFoundError, is_json: bool) -> None:
+    """Print which library is missing, by the name that pip knows it by."""
+    name = (error.name or str(error)).partition(".")[0]
+    report_error(
+        f"{name} is not installed, and Undertow needs it: pip install {DISTRIBUTIONS.get(name, name)}", is_json
+    )
+
+
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Undertow's own warnings are one line on stderr; those of other code say where they come from, as ever."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_line(message: Any, category: Any, filename: str, *rest: Any, **named: Any) -> None:
+            if not filename.startswith(OWN_FOLDER):
+                return show(message, category, filename, *rest, **named)
+            erased = ERASE if sys.stderr.isatty() else ""
+            write(f"{erased}undertow: warning: {' '.join(str(message).split())}\n", sys.stderr)
+
+        warnings.showwarning = show_line
+        yield
 
 
 def report_refusal(refusal: InfeasibleBudget, is_json: bool) -> None:

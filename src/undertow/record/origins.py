@@ -16,16 +16,22 @@ from undertow.torch_internals import call_module
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _STANDARD_FOLDER = os.path.dirname(os.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_COMMAND_FOLDER = os.path.join(_OWN_FOLDER, "cli") + os.sep
 _MODELS_FOLDER = os.path.join(_OWN_FOLDER, "models") + os.sep
 _MODULE_CALL: CodeType = call_module.__code__
 
 
 def current_origin(module_paths: dict[int, str]) -> Origin:
-    """The innermost line outside PyTorch and Undertow, and the path of the innermost module being called."""
+    """The innermost line outside PyTorch and Undertow, and the path of the innermost module being called.
+
+    What calls the command line is not the user's code, though it lies outside of both: the search ends there.
+    """
     frame: FrameType | None = sys._getframe(1)
     file, line, path = "", 0, None
     while frame is not None and (path is None or not file):
         code = frame.f_code
+        if code.co_filename.startswith(_COMMAND_FOLDER):
+            break
         if path is None and code is _MODULE_CALL:
             path = module_paths.get(id(frame.f_locals["self"]))
         if not file and is_users(code.co_filename):
