@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -393,6 +394,31 @@ def test_ctrl_c_while_importing_is_quiet(delay_s):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("module", ["torch", "torch.sparse", "torch.nn"])
+def test_ctrl_c_inside_pytorch_is_quiet(module):
+    # Some of PyTorch's own code aborts the process where an exception comes: the import hook stands for it.
+    program = (
+        "import sys, signal, os\n"
+        "from undertow.cli import main\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            try:\n"
+        "                signal.raise_signal(signal.SIGINT)\n"
+        "            except BaseException:\n"
+        "                os.abort()\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "sys.exit(main(['plan', 'vgg16', '--batch', '64']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_works_as_before_after_a_command(capsys):
+    assert run(capsys, "--version")[0] == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_terminal_is_told_what_takes_long(tmp_path):
