@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+
+import torch
 
 from undertow.cli import main
 
@@ -30,3 +34,16 @@ def refuse(capsys, code, message, *words):
     assert (found, out, len(lines)) == (code, "", 1), err
     assert message in lines[0]
     assert "Traceback" not in err
+
+
+@contextlib.contextmanager
+def users_folder(path, monkeypatch):
+    """Inside, commands run in this folder; afterwards its modules are forgotten, and the generator is as before."""
+    monkeypatch.chdir(path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    with torch.random.fork_rng(devices=[]):
+        yield path
+    for name in set(sys.modules) - known:
+        if str(path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]

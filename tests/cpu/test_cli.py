@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
+from training_commands import users_folder
 
 from undertow.cli import main
 from undertow.models import ZOO
@@ -80,14 +80,8 @@ def folder(tmp_path, monkeypatch):
     )
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
     (tmp_path / "needy.py").write_text("import no_such_library\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    known = set(sys.modules)
-    with torch.random.fork_rng(devices=[]):
+    with users_folder(tmp_path, monkeypatch):
         yield tmp_path
-    for name in set(sys.modules) - known:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def run(capsys, *words):

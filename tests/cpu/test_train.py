@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
-from training_commands import PLAN, refuse, run, train
+from training_commands import PLAN, refuse, run, train, users_folder
 
 from undertow.api.training import TrainStep
 from undertow.cli.workloads import load_workload
@@ -24,7 +24,7 @@ from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
 from undertow.train.interrupts import Interrupts
 from undertow.train.objective import Objective
-from undertow.train.optimizing import group_parameters, make_optimizer, set_learning_rates
+from undertow.train.optimizing import make_optimizer, set_learning_rates
 from undertow.train.schedules import make_schedule
 from undertow.train.weights import hash_tensors
 
@@ -68,15 +68,9 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "loaders.py").write_text(LOADERS)
     x = numpy.random.default_rng(0).standard_normal((120, 12)).astype("float32")
     numpy.savez(tmp_path / "data.npz", x=x, y=x[:, :4].argmax(1))
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    known = set(sys.modules)
-    with torch.random.fork_rng(devices=[]):
+    with users_folder(tmp_path, monkeypatch):
         yield tmp_path
-    for name in set(sys.modules) - known:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def train_eagerly(config):
@@ -518,25 +512,6 @@ def test_flags_and_files_say_the_same(capsys):
     Path("a/config.json").rename("again.json")
     config = json.loads(Path("again.json").read_text())
     assert config["seed"] == 7 and config["epochs"] == 3
-
-
-def test_decay_leaves_biases_and_norms_alone():
-    model = torch.nn.Sequential(torch.nn.Conv1d(2, 3, 3), torch.nn.BatchNorm1d(3), torch.nn.LSTM(4, 4))
-    groups = group_parameters(model, decay_all=False, scales={})
-    assert [tuple(item.shape) for item in groups[True, 1.0]] == [(3, 2, 3), (16, 4), (16, 4)]
-    assert len(groups[False, 1.0]) == 5 and [*group_parameters(model, decay_all=True, scales={})] == [(True, 1.0)]
-
-
-def test_rates():
-    def rates_of(num_steps, **settings):
-        schedule = make_schedule(TrainConfig("m", lr=1.0, **settings), [1.0])
-        return [schedule.at(step, num_steps)[0] for step in range(num_steps)]
-
-    rates = rates_of(110, schedule="cosine", warmup=10)
-    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[60] == pytest.approx(0.5)
-    assert rates[-1] < 0.001
-    assert rates_of(4, schedule="step") == pytest.approx([1, 1, 0.1, 0.01])
-    assert rates_of(4, schedule="linear")[1] == 0.75
 
 
 def test_an_order_can_be_taken_up_anywhere():

@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from training_commands import refuse, run
+from training_commands import refuse, run, users_folder
 
 from undertow.cli.workloads import load_workload
 from undertow.data.augmentation import Augmentation, import_transforms
@@ -73,16 +73,11 @@ def folder(tmp_path, monkeypatch):
         for index in range(10 + 10 * label):
             pixels = draw.integers(40 * label, 40 * label + 100, (9 + index % 2, 7, 3)).astype("uint8")
             Image.fromarray(pixels).save(tmp_path / "images" / name / f"{index}.png")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr("undertow.data.augmentation.import_transforms", import_transforms)
-    known = set(sys.modules)
-    with torch.random.fork_rng(devices=[]):
+    with users_folder(tmp_path, monkeypatch):
+        monkeypatch.syspath_prepend(tmp_path)
         yield tmp_path
-    for name in set(sys.modules) - known:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def finish(capsys, *words):

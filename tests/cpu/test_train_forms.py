@@ -2,14 +2,13 @@
 
 import copy
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from training_commands import refuse, run
+from training_commands import refuse, run, users_folder
 
 from undertow.errors import CallError, DataError
 from undertow.train.averaging import Average
@@ -19,7 +18,7 @@ from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
 from undertow.train.initial_weights import freeze, load_initial
 from undertow.train.metrics import Judged, make_metrics
-from undertow.train.optimizing import find_optimizer, make_optimizer
+from undertow.train.optimizing import find_optimizer, group_parameters, make_optimizer
 from undertow.train.schedules import make_schedule
 from undertow.train.weights import hash_tensors
 
@@ -101,14 +100,8 @@ def on_end(result): note(hook="end", stopped=result["stopped"])
 def folder(tmp_path, monkeypatch):
     for name, text in (("models", MODELS), ("loaders", LOADERS), ("callbacks", CALLBACKS)):
         (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    known = set(sys.modules)
-    with torch.random.fork_rng(devices=[]):
+    with users_folder(tmp_path, monkeypatch):
         yield tmp_path
-    for name in set(sys.modules) - known:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def start(capsys, model, data, *words):
@@ -226,6 +219,9 @@ def test_callbacks_see_the_run_and_can_end_it(capsys):
     notes = [json.loads(line) for line in Path("notes.jsonl").read_text().splitlines()]
     assert result["stopped"] == "ended by a callback" and result["steps"] == 4 and result["final_loss"] > 0
     assert [note["hook"] for note in notes] == ["start", "step", "step", "step", "step", "end"]
+    Path("callbacks.py").rename("gone.py")
+    assert run(capsys, "evaluate", "a")[0] == 0  # callbacks are for training alone
+    Path("gone.py").rename("callbacks.py")
     code, out, _ = run(capsys, "train", "--resume", "a", "--json", "--callbacks", "models.py")
     assert code == 2
     code, out, _ = run(capsys, "train", "--resume", "a", "--json")
@@ -326,6 +322,25 @@ def test_optimizers_by_name(name):
     assert sorted({group["lr"] for group in optimizer.param_groups}) == [0.125, 0.25]
     with pytest.raises(CallError, match="has no option 'beta'"):
         make_optimizer(TrainConfig("m", optimizer=name, optimizer_args={"beta": 1}), model)
+
+
+def test_decay_leaves_biases_and_norms_alone():
+    model = torch.nn.Sequential(torch.nn.Conv1d(2, 3, 3), torch.nn.BatchNorm1d(3), torch.nn.LSTM(4, 4))
+    groups = group_parameters(model, decay_all=False, scales={})
+    assert [tuple(item.shape) for item in groups[True, 1.0]] == [(3, 2, 3), (16, 4), (16, 4)]
+    assert len(groups[False, 1.0]) == 5 and [*group_parameters(model, decay_all=True, scales={})] == [(True, 1.0)]
+
+
+def test_rates():
+    def rates_of(num_steps, **settings):
+        schedule = make_schedule(TrainConfig("m", lr=1.0, **settings), [1.0])
+        return [schedule.at(step, num_steps)[0] for step in range(num_steps)]
+
+    rates = rates_of(110, schedule="cosine", warmup=10)
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[60] == pytest.approx(0.5)
+    assert rates[-1] < 0.001
+    assert rates_of(4, schedule="step") == pytest.approx([1, 1, 0.1, 0.01])
+    assert rates_of(4, schedule="linear")[1] == 0.75
 
 
 def test_schedules_of_pytorch_are_functions_of_the_step():

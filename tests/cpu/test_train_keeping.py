@@ -1,13 +1,12 @@
 """Which weights a run keeps, by which data it judges epochs, and when it stops."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from training_commands import refuse, run
+from training_commands import refuse, run, users_folder
 
 from undertow.cli.workloads import load_workload
 from undertow.train.config import TrainConfig
@@ -29,9 +28,7 @@ def folder(tmp_path, monkeypatch):
     x = draw.standard_normal((80, 8)).astype("float32")
     y = draw.integers(0, 3, 80)  # nothing to learn: every model overfits at once
     numpy.savez(tmp_path / "data.npz", x_train=x[:60], y_train=y[:60], x_test=x[60:], y_test=y[60:])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with torch.random.fork_rng(devices=[]):
+    with users_folder(tmp_path, monkeypatch):
         yield tmp_path
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -101,7 +101,7 @@ def train_command(
 
 def _train(settings: TrainConfig, is_resumed: bool) -> Any:
     from undertow.cli.loading import running
-    from undertow.cli.workloads import load_user_code, load_workload, report_code
+    from undertow.cli.workloads import load_callbacks, load_user_code, load_workload, report_code
     from undertow.train.devices import choose_device
     from undertow.train.folder import RunFolder, new_folder
     from undertow.train.progress import make_display
@@ -111,20 +111,23 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
     with ExitStack() as stack, running(f"training {settings.model} on {settings.data}"):
         if is_resumed:
             stack.enter_context(folder.lock())
-            use_same_threads(folder)
-            device = find_same_device(folder, choose_device(settings.device))
-        else:
-            device = choose_device(settings.device)
+        device = choose_device(settings.device)
+        # A run that was killed before its first checkpoint begins again.
+        checkpoint = folder.read_checkpoint() if is_resumed and folder.checkpoint_path.exists() else None
+        if checkpoint is not None:
+            use_same_threads(checkpoint)
+            device = find_same_device(checkpoint, device)
+        if not is_resumed:
             folder.check_is_free()
             folder.check_can_be_made()
-        code = load_user_code(settings)
+        code = replace(load_user_code(settings), callbacks=load_callbacks(settings))
         workload = load_workload(settings)
         stack.callback(workload.close)
         if is_resumed:
             report_code(settings.model, settings.data, settings.loss, *(settings.metric or ()))
         run = Run(settings, workload, folder, make_display(), device, code)
-        if folder.checkpoint_path.exists():
-            run.resume()
+        if checkpoint is not None:
+            run.resume(checkpoint)
         run.prepare()
         if is_resumed:
             folder.write_config(settings)

@@ -29,7 +29,7 @@ from undertow.data.options import (
 from undertow.data.preparation import Preparation
 from undertow.data.tables import SUFFIXES
 from undertow.errors import CallError, DataError
-from undertow.train.callbacks import find_callbacks
+from undertow.train.callbacks import Callbacks, find_callbacks
 from undertow.train.checkpoint import Checkpoint, load_weights
 from undertow.train.config import ALL, TrainConfig
 from undertow.train.devices import choose_device, move_model
@@ -166,14 +166,18 @@ def _seed(seed: int) -> None:
 
 
 def load_user_code(config: TrainConfig) -> UserCode:
-    """The user's loss, metrics and callbacks that a config names."""
+    """The user's loss and metrics that a config names; callbacks are for training alone."""
     loss = None
     if config.loss is not None and ":" in config.loss:
         loss = _find_function(config.loss, "--loss", "the loss of the outputs and targets")
     metrics = [(name.rpartition(":")[2], _find_function(name, "--metric", "a metric")) for name in config.metric or ()]
-    if config.callbacks is None:
-        return UserCode(loss, metrics)
-    return UserCode(loss, metrics, find_callbacks(config.callbacks, load_module(config.callbacks)))
+    return UserCode(loss, metrics)
+
+
+def load_callbacks(config: TrainConfig) -> Callbacks:
+    """The functions of the user's file of callbacks; none where a config names no file."""
+    name = config.callbacks
+    return Callbacks("", {}) if name is None else find_callbacks(name, load_module(name))
 
 
 def _find_function(name: str, option: str, what: str) -> Any:

@@ -66,10 +66,9 @@ def load_initial(model: torch.nn.Module, path: Path) -> Loaded:
             f"no weight in {path} fits the model: the file has {_list(given)}; the model has {_list(expected)}"
         )
     # A tensor that the model knows by two names is in the state once for each.
-    tied = {id(item): name for name, item in model.state_dict(keep_vars=True).items() if name in fitting}
-    missing = tuple(
-        name for name, item in model.state_dict(keep_vars=True).items() if name not in renamed and id(item) not in tied
-    )
+    kept = model.state_dict(keep_vars=True)
+    loaded = {id(item) for name, item in kept.items() if name in fitting}
+    missing = tuple(name for name, item in kept.items() if name not in renamed and id(item) not in loaded)
     model.load_state_dict(fitting, strict=False)
     unknown = tuple(name for name in renamed if name not in expected)
     return Loaded(str(path), len(fitting), missing, unknown, other_shape, change)

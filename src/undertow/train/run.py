@@ -182,9 +182,8 @@ class Run:
         total = self.batches_per_epoch // self.config.accumulate * self.config.epochs
         return total if self.config.max_steps is None else min(total, self.config.max_steps)
 
-    def resume(self) -> None:
-        """Restore the last checkpoint. A run that had ended goes on if it is given more epochs or patience."""
-        checkpoint = self.folder.read_checkpoint()
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint. A run that had ended goes on if it is given more epochs or patience."""
         check_same_data(checkpoint.about.get("data"), self._about["data"], str(self.folder.path))
         self.restore(checkpoint)
         if self.progress.stopped in (*REASONS.values(), CALLED_OFF) or not self._is_over():
@@ -551,10 +550,9 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def use_same_threads(folder: RunFolder) -> None:
+def use_same_threads(checkpoint: Checkpoint) -> None:
     """Run on as many threads as the run began with: sums round differently on another number of threads."""
-    if folder.checkpoint_path.exists():
-        torch.set_num_threads(folder.read_checkpoint().about["environment"]["num_threads"])
+    torch.set_num_threads(checkpoint.about["environment"]["num_threads"])
 
 
 def find_kind(checkpoint: Checkpoint) -> str:
@@ -562,7 +560,7 @@ def find_kind(checkpoint: Checkpoint) -> str:
     return str(checkpoint.about["environment"].get("device", "cpu")).partition(":")[0]
 
 
-def find_same_device(folder: RunFolder, chosen: torch.device) -> torch.device:
+def find_same_device(checkpoint: Checkpoint, chosen: torch.device) -> torch.device:
     """The device on which a run goes on: of the kind that it was begun on, since others round differently."""
-    kind = chosen.type if not folder.checkpoint_path.exists() else find_kind(folder.read_checkpoint())
+    kind = find_kind(checkpoint)
     return chosen if kind == chosen.type else choose_device(kind)
