@@ -33,10 +33,10 @@ SHARES = (1.0, 0.5, 1 / 3)  # of the plain loop's peak, as budgets of ours
 
 
 class Images(Dataset[Any]):
-    """Images of 224 x 224 and labels; a few tensors that are handed out again and again."""
+    """Images of 224 x 224 as bytes and labels; a few tensors that are handed out again and again."""
 
     def __init__(self, num: int) -> None:
-        self.images, self.num = torch.randn(64, 3, 224, 224), num
+        self.images, self.num = torch.randint(256, (64, 3, 224, 224), dtype=torch.uint8), num
 
     def __len__(self) -> int:
         return self.num
@@ -59,11 +59,22 @@ class Tokens(Dataset[Any]):
         return {"input_ids": row, "labels": row}
 
 
+class FromBytes(nn.Module):
+    """A network whose images arrive as bytes: a quarter of what workers and the link to the GPU must carry."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.network(images.contiguous(memory_format=torch.channels_last) / 127.5 - 1)
+
+
 def make_resnet50() -> nn.Module:
     """The zoo's."""
     from undertow.models import ZOO
 
-    return ZOO["resnet50"].build()
+    return FromBytes(ZOO["resnet50"].build())
 
 
 def make_gpt2() -> nn.Module:
@@ -110,7 +121,7 @@ def find_loss(name: str, model: nn.Module, batch: Any) -> torch.Tensor:
         moved = {key: item.cuda(non_blocking=True) for key, item in batch.items()}
         return model(**moved).loss
     images, labels = (item.cuda(non_blocking=True) for item in batch)
-    return nn.functional.cross_entropy(model(images.contiguous(memory_format=torch.channels_last)), labels)
+    return nn.functional.cross_entropy(model(images), labels)
 
 
 def run_plain(name: str, mode: str | None, num_steps: int) -> tuple[float, float]:
@@ -157,7 +168,7 @@ def run_trainer(name: str, is_compiled: bool, num_steps: int) -> tuple[float, fl
             self.inner = inner
 
         def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Any:
-            logits = self.inner(images.contiguous(memory_format=torch.channels_last))
+            logits = self.inner(images)
             return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
     def collate(rows: list[Any]) -> Any:

@@ -202,12 +202,9 @@ def _plan_as_derived(request: Request, program: Program) -> Plan:
 def count_workspaces(request: Request, plan: Plan, live: Mapping[str, Any]) -> Plan:
     """The plan of a step without a budget, with what kernels take for themselves; measured now, since somebody asks.
 
-    It stays as it is where nothing is to be measured, or where the step may not fit into what is free; and on a GPU,
-    where a kernel of attention in float32 crashed on made-up arguments.
+    It stays as it is where nothing is to be measured, or where the step may not fit into what is free.
     """
     if plan.has_measured_costs or plan.budget_bytes is not None or request.terms.costs is CostSource.MODEL:
-        return plan
-    if _is_on_gpu(plan.program):
         return plan
     device = next((value.tensor_type.device for node in plan.nodes for value in node.named_outputs), None)
     most = with_costs(plan, [Cost(0, assumed_workspace(node)) for node in plan.nodes])

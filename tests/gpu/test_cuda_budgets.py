@@ -86,3 +86,50 @@ def test_a_step_on_the_cpu_is_measured_there():
     network, x = nn.Linear(100, 100), torch.randn(50, 100)
     step = ut.train_step(network, (x,), loss=lambda y: y.square().mean(), budget="10MiB")
     assert ut.measure(step, x).peak_bytes == pytest.approx(step.plan.peak_bytes, rel=0.005)
+
+
+class Attention(nn.Module):
+    """Attention in float32 with dropout, whose kernel reads its seed on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.inward, self.outward = nn.Linear(256, 768), nn.Linear(256, 256)
+
+    def forward(self, x):
+        heads = self.inward(x).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(*heads, dropout_p=0.2)
+        return x + self.outward(mixed.transpose(1, 2).flatten(2))
+
+
+def test_attention_that_drops_out_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("UNDERTOW_GRAPHS", "off")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Attention() for _ in range(3))).cuda()
+    x = torch.randn(4, 256, 256).cuda()
+
+    def mean_square(y):
+        return y.square().mean()
+
+    def make(budget):
+        return ut.train_step(model, (x,), loss=mean_square, budget=budget)
+
+    eager = copy.deepcopy(model)
+    torch.cuda.manual_seed(1)
+    mean_square(eager(x)).backward()
+    expected = {name: item.grad for name, item in eager.named_parameters()}
+    with pytest.raises(ut.InfeasibleBudget) as refusal:
+        make(1)
+    for budget in (None, refusal.value.minimum_bytes):
+        step = make(budget)
+        assert any("efficient_attention_backward" in node.name for node in step.plan.nodes)
+        assert step.plan.has_measured_costs
+        model.zero_grad(set_to_none=True)
+        torch.cuda.manual_seed(1)
+        step(x)
+        assert all(same_bits(item.grad, expected[name]) for name, item in model.named_parameters())
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        measured_bytes = ut.measure(step, x).peak_bytes - before + sum(step.plan.held.values())
+        assert abs(measured_bytes - step.plan.peak_bytes) <= MIB * most_large_blocks(step.plan)

@@ -213,7 +213,8 @@ def _rehearse_replay(
     inner: Operation, device: torch.device, state: Tensor, /, *args: Any, **kwargs: Any
 ) -> Callable[[], Any]:
     known = default_generator(device).get_state()  # a generator refuses a made-up state
-    return lambda: _replay(inner.run, device, known, *args, **kwargs)
+    call = partial(inner.run, *args, **kwargs) if inner.rehearse is None else inner.rehearse(*args, **kwargs)
+    return lambda: _replay(call, device, known)
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,10 +14,15 @@ needs no rule here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from undertow.errors import MissingRule
+from undertow.ir.pytorch import declare
 from undertow.rules.registry import Call, Case, Op, Sampler, case, composed_joint, fused_joint, kink, register
 
 aten = torch.ops.aten
@@ -152,6 +157,34 @@ register(
         samples=lambda draw: _in_half_precision(draw, None, True, 0.0, True),
         devices=("cuda",),
     )
+)
+
+
+def _efficient_backward(*args: Any, **kwargs: Any) -> Any:
+    """The kernel, with outputs of their own.
+
+    Where query, key and value lie in one storage, it would put their cotangents into one as well, which lives until the
+    last of them is read. A storage is not seen to be the same through DLPack.
+    """
+    ct, query, key, value, *others = args
+    if query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr():
+        key, value = (from_dlpack(to_dlpack(item)) for item in (key, value))
+    return aten._scaled_dot_product_efficient_attention_backward(ct, query, key, value, *others, **kwargs)
+
+
+def _rehearse_efficient_backward(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+    """Outside CUDA graphs the kernel reads its seed and offset on the CPU, where the forward pass leaves them.
+
+    Recorded, they lie with the other outputs on the GPU: a made-up seed there would be read at a GPU's address.
+    """
+    seed, offset = (item.cpu() for item in args[7:9])
+    return partial(_efficient_backward, *args[:7], seed, offset, *args[9:], **kwargs)
+
+
+declare(
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    run=_efficient_backward,
+    rehearse=_rehearse_efficient_backward,
 )
 
 
