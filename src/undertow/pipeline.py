@@ -144,6 +144,7 @@ def derive(
     places = differentiable_outputs(program)
     if request.training is not None:
         pattern = tuple(place == 0 for place in places)  # the loss
+        program = request.training.before_differentiating(program)
     if is_fast:
         program = use_channels_last(program)
     if is_fast and not any(pattern) and not is_on_gpu:
@@ -178,7 +179,11 @@ def find_held(request: Request, program: Program) -> dict[str, int]:
     if request.training is None:
         return held
     norm_bytes = sum(tensor.nbytes for tensor in request.training.norm_tensors())
-    more = {"gradients": request.training.added_up_bytes(), "gradient norms": norm_bytes}
+    more = {
+        "gradients": request.training.added_up_bytes(),
+        "gradient norms": norm_bytes,
+        "sums over shards": request.training.waiting_bytes(),
+    }
     return held | {name: size for name, size in more.items() if size}
 
 

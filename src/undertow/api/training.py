@@ -25,6 +25,7 @@ from undertow.errors import CallError
 from undertow.ir import Node, Phase, Plan
 from undertow.ir.saving import SavedPlan, read_plan
 from undertow.ir.structure import tensors_in
+from undertow.passes.shards import ShardPart
 from undertow.passes.training import Training
 from undertow.pipeline import Request, derive, find_planner, record
 from undertow.planner.curve import Curve
@@ -52,6 +53,9 @@ def train_step(
     time_limit_s: float = math.inf,
     saved_plan: str | Path | None = None,
     gradient_norm: bool = False,
+    shards: int | None = None,
+    seed: int = 0,
+    loss_is_sum: bool = False,
 ) -> TrainStep:
     """A callable that trains: `step(*args, *targets, **kwargs)` returns the loss, and the parameters are updated.
 
@@ -61,7 +65,9 @@ def train_step(
     `numerics` and `allow_other_bits` are as in `plan`; the loss also runs in bfloat16, as in autocast. `costs` may be
     the `costs` of another step: the same costs give the same plan. `saved_plan` is a file that `save_plan` wrote for
     the same step: it is run instead of a new plan. With `gradient_norm` the step finds the norm of all gradients, and
-    has it as `.gradient_norm`; with `clip_norm` it does so anyway.
+    has it as `.gradient_norm`; with `clip_norm` it does so anyway. `shards` divides each batch into so many parts,
+    which are computed alone (see `api/sharding.py`); their generators follow from `seed`. The loss of a shard is a mean
+    over its examples, or with `loss_is_sum` a sum.
     """
     check_call(model, args, kwargs)
     check_training(model, optimizer, loss, targets)
@@ -81,7 +87,13 @@ def train_step(
     )
     if gradient_norm and optimizer is None:
         raise CallError("gradient_norm is of a step that updates; give optimizer= as well")
-    step = make_step(model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict, gradient_norm)
+    make = partial(make_step, model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict, gradient_norm)
+    if shards is None:
+        step = make()
+    else:
+        from undertow.api.sharding import make_sharded  # here, because a step in shards is a TrainStep
+
+        step = make_sharded(make, shards, seed, loss_is_sum)
     with offering_smaller_batch(step.request, (*args, *targets), kwargs or {}):
         step.prepare((*args, *targets), kwargs or {}, None if saved_plan is None else read_plan(saved_plan))
     return step
@@ -97,9 +109,10 @@ def make_step(
     accumulate: int = 1,
     is_strict: bool = False,
     has_norm: bool = False,
+    shards: ShardPart | None = None,
 ) -> TrainStep:
     """A step that has not seen its arguments yet; the first `num_args` of them are the model's."""
-    training = Training(model, optimizer, clip_norm, accumulate, has_norm)
+    training = Training(model, optimizer, clip_norm, accumulate, has_norm, shards)
     return TrainStep(Request(model, partial(_run_model, model, num_args, loss), terms, training, is_strict))
 
 

@@ -92,6 +92,7 @@ class Operation:
     # Relatives.
     repeats: Operation | None = field(default=None, repr=False)  # run again here, under a recorded generator state
     functional_of: Operation | None = field(default=None, repr=False)  # made free of side effects here
+    in_place: Operation | None = field(default=None, repr=False)  # that writes its result over the first argument
     derivative_of: Operation | None = field(default=None, repr=False)  # differentiated here by PyTorch, at run time
     gradient: Callable[..., Sequence[Any]] | None = field(default=None, repr=False)  # (args, *cts) -> a ct per argument
     shape_only: int | None = None  # the argument of which only the shape is read

@@ -154,6 +154,8 @@ def in_place_of(operation: Operation) -> Operation | None:
     element; None if there is none.
     """
     inner = operation.functional_of
+    if operation.in_place is not None:
+        return operation.in_place
     if inner is not None:
         return inner if inner.writes_over else None
     if operation.overload is None or torch.Tag.pointwise not in operation.overload.tags:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -128,6 +128,7 @@ class LaterStep:
     optimizer: torch.optim.Optimizer
     num_calls: int = 0
     norm: torch.Tensor | None = None
+    clip: Callable[[Iterable[torch.Tensor], float], torch.Tensor] = torch.nn.utils.clip_grad_norm_
 
 
 NORM_BYTES = 2 * 64  # per gradient: its norm and a copy of it in the stack, each in an allocation of its own
@@ -169,7 +170,7 @@ def _step_afterwards(
         return
     if clip_norm is not None:
         # In the model's order: a norm is a sum, and its last bit depends on the order.
-        norm = torch.nn.utils.clip_grad_norm_(later.model.parameters(), clip_norm)
+        norm = later.clip(later.model.parameters(), clip_norm)
         assert later.norm is not None
         later.norm.copy_(norm)
     later.optimizer.step()

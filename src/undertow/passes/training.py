@@ -17,7 +17,9 @@ import torch
 
 from undertow.errors import CallError
 from undertow.ir import Gradient, Program, Value
+from undertow.ops.clipping import clip_in_blocks
 from undertow.ops.gradient_norms import FIND_GRADIENT_NORM, GRADIENT_NORMS, GradientNorms
+from undertow.ops.shards import SHARDS
 from undertow.ops.updates import (
     DELIVER_GRADIENT,
     LATER_STEP,
@@ -27,6 +29,7 @@ from undertow.ops.updates import (
     step_afterwards,
     update_by,
 )
+from undertow.passes.shards import SHARE_SEED, ShardPart, keep_use
 from undertow.passes.updates import AtEnd, Use, add_updates
 from undertow.torch_internals import global_step_post_hooks, global_step_pre_hooks
 
@@ -40,6 +43,7 @@ class Training:
     clip_norm: float | None = None
     accumulate: int = 1
     has_norm: bool = False  # the norm of the gradients is wanted
+    shards: ShardPart | None = None  # where the step runs one shard of a batch
     live: dict[str, Any] = field(init=False)  # what the Program's updates name
 
     def __post_init__(self) -> None:
@@ -51,6 +55,10 @@ class Training:
             live = {OPTIMIZER.name: self.optimizer, LATER_STEP.name: later}
             if self.has_norm:
                 live[GRADIENT_NORMS.name] = GradientNorms(self.trained())
+        if self.shards is not None:
+            live[SHARDS.name] = self.shards.shards
+            if self.optimizer is not None:
+                live[LATER_STEP.name].clip = clip_in_blocks
         object.__setattr__(self, "live", live)
 
     @cached_property
@@ -77,8 +85,16 @@ class Training:
             return ()
         return (f"the optimizer steps after the backward pass, and gradients are held until then: {self._why_later()}",)
 
+    def before_differentiating(self, program: Program) -> Program:
+        """The forward pass as it is differentiated."""
+        return program if self.shards is None else self.shards.take_out_buffers(program)
+
     def add_to(self, program: Program) -> Program:
         """The Program with what is done with its gradients."""
+        if self.shards is not None and not self.shards.is_last:
+            return add_updates(program, keep_use, seed_by=SHARE_SEED)
+        if self.shards is not None:
+            program = self.shards.add_up_gradients(program)
         uses = self._find_uses(program.gradients)
         at_end = None
         if self.optimizer is not None and not self.updates_inside:
@@ -86,7 +102,9 @@ class Training:
             clip_norm = math.inf if self.has_norm and self.clip_norm is None else self.clip_norm
             settings = (LATER_STEP, clip_norm, self.accumulate)
             at_end = AtEnd(step_afterwards(type(self.optimizer).__name__), settings)
-        return add_updates(program, lambda item: uses[item.input], at_end)
+        if self.shards is None:
+            return add_updates(program, lambda item: uses[item.input], at_end)
+        return self.shards.use_records(add_updates(program, lambda item: uses[item.input], at_end, SHARE_SEED))
 
     @property
     def gradient_norm(self) -> float | None:
@@ -109,6 +127,11 @@ class Training:
         return sum(
             item.nbytes for item in self.model.parameters() if item.requires_grad and self._is_added_up(item, updated)
         )
+
+    def waiting_bytes(self) -> int:
+        """The sums of gradients over earlier shards, while this one runs."""
+        trained = sum(item.nbytes for item in self.model.parameters() if item.requires_grad)
+        return 0 if self.shards is None else self.shards.waiting_bytes(trained)
 
     def _why_later(self) -> str:
         """Why the optimizer cannot step inside the backward pass; empty where it can."""

@@ -3,7 +3,7 @@
 In: a derived Program whose only cotangent is a scalar loss's and whose gradients have the strides of their parameters,
 and what to do with each gradient. Out: the Program without cotangents. The loss's own is the number one, made where the
 backward pass begins, as in `loss.backward()`. Each update is at the first position where it can run: its gradient is
-complete, and its parameter has been read for the last time.
+complete, and its parameter has been read for the last time. A shard's loss counts by its share instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from undertow.memory.lifetimes import find_lifetimes
 from undertow.passes.gradients import part_gradients
 
 aten = torch.ops.aten
+
+Seed = tuple[Operation, tuple[Any, ...]]  # called with the loss and these arguments
+ONES: Seed = (operation_of(aten.ones_like.default), ())
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,9 @@ def add_updates(
     program: Program,
     use_of: Callable[[Gradient], Use],
     at_end: AtEnd | None = None,
+    seed_by: Seed = ONES,
 ) -> Program:
-    """Append what `use_of(gradient)` says for each gradient.
+    """Append what `use_of(gradient)` says for each gradient. `seed_by` makes the cotangent of the loss.
 
     An operation that overwrites its parameter also gets the value that the forward pass itself gave to it, if any.
     `at_end` is an operation on all differentiated inputs and on the gradients that are not consumed: the last to run.
@@ -58,7 +62,7 @@ def add_updates(
     program = part_gradients(program, lambda item: not use_of(item).is_consumed)
     (seed,) = program.cotangents
     loss = next(value for value in program.outputs if value.name == seed.path)
-    first = Node(operation_of(aten.ones_like.default), (loss,), {}, (seed.value,), Origin(), Phase.BACKWARD)
+    first = Node(seed_by[0], (loss, *seed_by[1]), {}, (seed.value,), Origin(), Phase.BACKWARD)
     nodes = [*program.first_pass, first, *program.second_pass]
     gradients = [item for item in program.gradients if item.value is not None]
     updates: dict[int, list[Node]] = {}
