@@ -58,6 +58,7 @@ from undertow.record.capture import Captured, capture
 from undertow.record.losses import find_loss
 from undertow.record.precision import with_precision
 from undertow.report.refusal import refuse_budget
+from undertow.runtime.arena import ArenaMemory
 from undertow.runtime.cuda_graphs import GRAPH_EXTRA, is_for_graph, with_graph_memory, without_graph_memory
 from undertow.runtime.held import THERE_BEFORE, held_bytes
 from undertow.runtime.step import Pattern, Step
@@ -79,6 +80,7 @@ class Request:
     training: Training | None = None
     is_strict: bool = False  # an operation without a rule is an error
     neighbours: Neighbours = field(default_factory=Neighbours, repr=False)  # steps of other shapes that were searched
+    memory: ArenaMemory = field(default_factory=ArenaMemory, repr=False)  # of the arenas of its steps
 
     @cached_property
     def forward(self) -> Callable[..., Any]:
@@ -175,14 +177,15 @@ _RANKING: dict[Preference, Callable[[Cost], Any]] = {
 
 def find_held(request: Request, program: Program) -> dict[str, int]:
     """What the step holds throughout, in bytes, by what it is."""
-    held = held_bytes(request.model, program, request.terms.optimizer)
+    in_shards = request.training is not None and request.training.shards is not None
+    held = held_bytes(request.model, program, request.terms.optimizer, in_shards)
     if request.training is None:
         return held
     norm_bytes = sum(tensor.nbytes for tensor in request.training.norm_tensors())
     more = {
         "gradients": request.training.added_up_bytes(),
         "gradient norms": norm_bytes,
-        "sums over shards": request.training.waiting_bytes(),
+        **request.training.held_by_shards(program),
     }
     return held | {name: size for name, size in more.items() if size}
 
@@ -323,7 +326,7 @@ def adopt_plan(request: Request, captured: Captured, pattern: Pattern, saved: Sa
 def make_step(request: Request, captured: Captured, pattern: Pattern, saved: SavedPlan | None = None) -> Step:
     """The recorded step, planned and ready to run."""
     plan = plan_step(request, captured, pattern) if saved is None else adopt_plan(request, captured, pattern, saved)
-    return Step(plan, pattern, {**captured.live, **request.live})
+    return Step(plan, pattern, {**captured.live, **request.live}, request.memory)
 
 
 def _check_loss(captured: Captured) -> None:

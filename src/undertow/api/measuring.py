@@ -65,7 +65,7 @@ def _measure_module(step: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
     seconds = find_median_time(call, lambda: step.zero_grad(set_to_none=True))
     step.zero_grad(set_to_none=True)
     if runner is not None:
-        runner.release_arena()
+        runner.request.memory.release()
     return replace(measure_call(call, [*step.parameters(), *step.buffers()], given), step_s=seconds)
 
 

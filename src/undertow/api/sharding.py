@@ -9,15 +9,19 @@ the shards, and never on who computes them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from undertow.api.training import TrainStep
 from undertow.calls.runner import Runner
-from undertow.errors import CallError
+from undertow.calls.smaller_batch import offering_smaller_batch
+from undertow.errors import CallError, InfeasibleBudget
+from undertow.ir import Node
+from undertow.ir.saving import SavedPlan
 from undertow.ir.structure import replace_tensors, tensors_in
 from undertow.ops.shards import Shards
 from undertow.passes.shards import ShardPart
@@ -74,75 +78,115 @@ def make_sharded(
     for name, number, least in (("shards", num_shards, 1), ("seed", seed, 0)):
         if type(number) is not int or number < least:
             raise CallError(f"{name} must be a whole number of at least {least}, got {number!r}")
-    shards = Shards(Tree(num_shards), held or Span(0, num_shards))
+    shards = Shards(Tree(num_shards), held or Span(0, num_shards), seed)
     before, last = (make(shards=ShardPart(shards, is_last)) for is_last in (False, True))
-    return ShardedStep(before, last, shards, seed, loss_is_sum)
+    return ShardedStep(before, last, shards, loss_is_sum)
 
 
 class ShardedStep(TrainStep):
     """A training step of a batch in shards. It is the step of the last shard, which also updates."""
 
-    def __init__(self, before: TrainStep, last: TrainStep, shards: Shards, seed: int, loss_is_sum: bool) -> None:
-        super().__init__(last.request)
-        self.before, self.shards = before, shards
-        self.seed, self.loss_is_sum = seed, loss_is_sum
-        self.num_steps = 0  # so far: the generators of a shard follow from it
+    def __init__(self, before: TrainStep, last: TrainStep, shards: Shards, loss_is_sum: bool) -> None:
+        # They take turns, so their arenas lie in the same memory.
+        super().__init__(replace(last.request, memory=before.request.memory))
+        self.before, self.shards, self.loss_is_sum = before, shards, loss_is_sum
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: Any = None) -> None:
-        parts = divide_batch(args, kwargs, self.shards.tree.num_shards)
-        held = range(self.shards.held.first, self.shards.held.end)
-        for shard in held[:-1]:
-            self.before.prepare(*parts[shard])
-        part_args, part_kwargs = parts[held[-1]]
-        super().prepare(part_args, part_kwargs, saved)
+    @property
+    def peak_bytes(self) -> int:
+        """The predicted peak: that of the shard that takes most."""
+        steps = [step for step in (self.before.runner.last_step, self.runner.last_step) if step is not None]
+        largest_bytes = max(step.arena.num_bytes for step in steps)
+        peaks = [step.plan.peak_bytes for step in steps]
+        for step in steps:
+            if largest_bytes <= step.arena.most_bytes:
+                peaks.append(step.plan.peak_bytes + largest_bytes - step.arena.num_bytes)
+        return max(peaks)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> None:
+        """Capture and plan the steps of all kinds of shards; raises InfeasibleBudget with what the largest needs."""
+        parts = self._divide(args, kwargs)
+        refusals: list[InfeasibleBudget] = []
+        *earlier, last = self._held
+        # Parts of the same size are the same step, so that few of them are planned.
+        prepare = [(self.before.prepare, shard, None) for shard in earlier] + [(super().prepare, last, saved)]
+        for prepare_part, shard, plan in prepare:
+            part_args, part_kwargs = parts[shard]
+            try:
+                with offering_smaller_batch(self.request, part_args, part_kwargs, len(parts)):
+                    prepare_part(part_args, part_kwargs, plan)
+            except InfeasibleBudget as refusal:
+                refusals.append(refusal)
+        if refusals:
+            raise max(refusals, key=lambda refusal: refusal.minimum_bytes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        num_shards = self.shards.tree.num_shards
-        parts = divide_batch(args, kwargs, num_shards)
-        sizes = shard_sizes(count_examples(args, kwargs), num_shards)
+        parts = self._divide(args, kwargs)
+        sizes = shard_sizes(count_examples(args, kwargs), len(parts))
         self.shards.shares = tuple(1.0 if self.loss_is_sum else size / sum(sizes) for size in sizes)
-        held = range(self.shards.held.first, self.shards.held.end)
+        *earlier, last = self._held
         try:
-            with self._own_generators(parts[held[0]]) as generators:
-                for shard in held:
-                    self.shards.begin(shard)
-                    for place, generator in enumerate(generators):
-                        generator.manual_seed(shard_seed(self.seed, self.num_steps, shard, place))
-                    part_args, part_kwargs = parts[shard]
-                    if shard != held[-1]:
-                        self.before(*part_args, **part_kwargs)
-                    else:
-                        loss = super().__call__(*part_args, **part_kwargs)
+            with self._own_generators(parts[last]) as generators:
+                for shard in earlier:
+                    self._begin(shard, generators)
+                    self.before(*parts[shard][0], **parts[shard][1])
+                self._begin(last, generators)
+                loss = super().__call__(*parts[last][0], **parts[last][1])
         finally:
             self.shards.forget()
-        self.num_steps += 1
+        self.shards.num_calls += 1
         return loss
 
-    @contextmanager
-    def _own_generators(self, part: Any) -> Iterator[Sequence[torch.Generator]]:
-        """The generators that the model draws from; afterwards they are as they were."""
-        generators = find_generators(self.runner, *part)
-        states = [generator.get_state() for generator in generators]
-        try:
-            yield generators
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+    def walk(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Node, list[Any]]]:
+        """Run the shards of a step one operation at a time, giving each with its outputs; nothing is updated."""
+        parts = self._divide(args, kwargs)
+        with self._own_generators(parts[0]) as generators:
+            for shard in self._held:
+                self._begin(shard, generators)
+                yield from self.before.walk(*parts[shard][0], **parts[shard][1])
+        self.shards.forget()
 
     def release(self) -> None:
         self.before.release()
         super().release()
 
-    def release_arena(self) -> None:
-        self.before.release_arena()
-        super().release_arena()
+    @property
+    def _held(self) -> range:
+        return range(self.shards.held.first, self.shards.held.end)
+
+    def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        parts = divide_batch(args, kwargs, self.shards.tree.num_shards)
+        num_bytes = sum(tensor.nbytes for _, tensor in tensors_in((args, kwargs)))
+        smallest = min(sum(tensor.nbytes for _, tensor in tensors_in(part)) for part in parts)
+        if num_bytes - smallest > self.shards.rest_bytes:
+            self.shards.rest_bytes = num_bytes - smallest
+            self.runner.forget()
+            self.before.runner.forget()
+        return parts
+
+    def _begin(self, shard: int, generators: Mapping[int, torch.Generator]) -> None:
+        self.shards.begin(shard)
+        for place, generator in generators.items():
+            generator.manual_seed(shard_seed(self.shards.seed, self.shards.num_calls, shard, place))
+
+    @contextmanager
+    def _own_generators(self, part: Any) -> Iterator[Mapping[int, torch.Generator]]:
+        """The generators that the model draws from; afterwards they are as they were."""
+        generators = find_generators(self.runner, *part)
+        states = [generator.get_state() for generator in generators.values()]
+        try:
+            yield generators
+        finally:
+            for generator, state in zip(generators.values(), states, strict=True):
+                generator.set_state(state)
 
 
-def find_generators(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
-    """PyTorch's generators of the devices, then those of the user's that the model draws from."""
-    given = [tensor.device for _, tensor in tensors_in((args, kwargs))]
-    indices = sorted({device.index for device in given if device.type == "cuda"})
-    own = [torch.default_generator, *(torch.cuda.default_generators[index] for index in indices)]
+def find_generators(runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Generator]:
+    """The generators that the step draws from, by their place among all.
+
+    PyTorch's own come first, of the CPU and of each GPU; then the user's.
+    """
+    own = [torch.default_generator, *torch.cuda.default_generators]
     with torch.enable_grad():
         used = runner.variant_for(args, kwargs).step().generators
-    return [*own, *(generator for generator in used if generator not in own)]
+    others = [generator for generator in used if generator not in own]
+    return {place: generator for place, generator in enumerate([*own, *others]) if generator in used}

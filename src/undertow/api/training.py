@@ -88,14 +88,16 @@ def train_step(
     if gradient_norm and optimizer is None:
         raise CallError("gradient_norm is of a step that updates; give optimizer= as well")
     make = partial(make_step, model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict, gradient_norm)
-    if shards is None:
-        step = make()
-    else:
+    call, saved = ((*args, *targets), kwargs or {}), None if saved_plan is None else read_plan(saved_plan)
+    if shards is not None:
         from undertow.api.sharding import make_sharded  # here, because a step in shards is a TrainStep
 
-        step = make_sharded(make, shards, seed, loss_is_sum)
-    with offering_smaller_batch(step.request, (*args, *targets), kwargs or {}):
-        step.prepare((*args, *targets), kwargs or {}, None if saved_plan is None else read_plan(saved_plan))
+        sharded = make_sharded(make, shards, seed, loss_is_sum)
+        sharded.prepare(*call, saved)
+        return sharded
+    step = make()
+    with offering_smaller_batch(step.request, *call):
+        step.prepare(*call, saved)
     return step
 
 
@@ -152,6 +154,11 @@ class TrainStep:
     def plan(self) -> Plan:
         """The plan of the step that was last prepared or run; a call that was refused leaves it as it was."""
         return self.runner.plan
+
+    @property
+    def peak_bytes(self) -> int:
+        """The predicted peak of the step that was last prepared or run."""
+        return self.plan.peak_bytes
 
     @property
     def gradient_norm(self) -> float | None:
@@ -219,7 +226,7 @@ class TrainStep:
         """Free the arena until the next call. A measurement does not see that memory is freed which was allocated
         before it began.
         """
-        self.runner.release_arena()
+        self.request.memory.release()
 
     def walk(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Node, list[Any]]]:
         """Run a step one operation at a time, giving each with its outputs; no update is made."""

@@ -38,6 +38,9 @@ def left_untouched(model: torch.nn.Module, training: Training | None = None) -> 
             undo.callback(_copy_optimizer(optimizer))
             later = training.live[LATER_STEP.name]
             undo.callback(setattr, later, "num_calls", later.num_calls)
+        if training is not None and training.shards is not None:
+            shards = training.shards.shards
+            undo.callback(setattr, shards, "num_calls", shards.num_calls)
         held = (item for module in model.modules() for item in vars(module).values())
         undo.enter_context(generators_put_back([item for item in held if isinstance(item, torch.Generator)]))
         yield

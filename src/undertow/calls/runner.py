@@ -192,6 +192,11 @@ class Runner:
         assert self._last is not None
         return self._last.describe()
 
+    @property
+    def last_step(self) -> Step | None:
+        """The step that was last prepared or run."""
+        return None if self._last is None else self._last.step()
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The model's parameters as the last call found them; asking the model itself takes longer."""
         return self._state.parameters()
@@ -428,14 +433,9 @@ class Runner:
         if self._last_run is not None:
             self._last_run.release_memory()
 
-    def release_arena(self) -> None:
-        """Free the arena until the next call, and nothing else."""
-        if self._last_run is not None:
-            self._last_run.arena.release()
-
     def persistent_tensors(self) -> list[torch.Tensor]:
         """What is held between calls, apart from what the model holds."""
-        return [] if self._last_run is None else self._last_run.arena.tensors
+        return [block.memory for block in self.request.memory.free]
 
     def _release_others(self, step: Step, needs_gradient: bool) -> None:
         """Free other steps' arenas and CUDA graphs, and their prepared weights: all of these where gradients or a

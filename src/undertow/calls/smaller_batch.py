@@ -24,19 +24,24 @@ MAX_TRIES = 3
 
 
 @contextmanager
-def offering_smaller_batch(request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """A refusal that is raised inside leaves with the batch that would fit, where there is one."""
+def offering_smaller_batch(
+    request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], num_parts: int = 1
+) -> Iterator[None]:
+    """A refusal that is raised inside leaves with the batch that would fit, where there is one.
+
+    The call may be on one of several parts of a batch.
+    """
     try:
         yield
     except InfeasibleBudget as refusal:
-        found = _find_smaller_batch(refusal, request, args, kwargs)
+        found = _find_smaller_batch(refusal, request, args, kwargs, num_parts)
         if found is not None:
             refusal.ways = (found, *refusal.ways)
         raise
 
 
 def _find_smaller_batch(
-    refusal: InfeasibleBudget, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
+    refusal: InfeasibleBudget, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], num_parts: int
 ) -> WayOut | None:
     sizes = [len(tensor) for tensor in list_tensors(args, kwargs) if tensor.dim()]
     # To choose fast kernels, a step for fewer examples would have to be measured.
@@ -51,8 +56,9 @@ def _find_smaller_batch(
         if peak_bytes is None:
             return None
         if peak_bytes <= refusal.budget_bytes:
-            examples = "1 example" if fewer == 1 else f"{fewer} examples"
-            return WayOut(f"a batch of {examples} instead of {batch}", peak_bytes)
+            num_fewer = fewer * num_parts
+            examples = "1 example" if num_fewer == 1 else f"{num_fewer} examples"
+            return WayOut(f"a batch of {examples} instead of {batch * num_parts}", peak_bytes)
         if fewer == 1:
             return None
         fewer //= 2

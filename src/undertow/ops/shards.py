@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from undertow.ir import Node
 from undertow.ir.live import Live
 from undertow.ir.operation import Operation, operation_maker, register_operation
 from undertow.ops.updates import gradient_chain
@@ -32,7 +33,10 @@ class Shards:
 
     tree: Tree
     held: Span  # the shards that are computed here
+    seed: int = 0
+    num_calls: int = 0  # so far: the generators of a shard follow from it
     shard: int = 0
+    rest_bytes: int = 0  # of the batch, without the shard that runs
     share: torch.Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
     shares: tuple[float, ...] = ()  # of all shards
     sums: dict[str, list[tuple[Span, torch.Tensor]]] = field(default_factory=dict)
@@ -176,9 +180,9 @@ def _use_records(shards: Shards, found: Sequence[Sequence[Any]], *buffers: torch
         for record in records:
             for item in items:
                 _bring_up_to_date(buffer, Found(*item), record)
-    terms = [share * record[0] for share, record in zip(shards.shares, records, strict=True)]
+    terms = [record[0].mul_(share) for share, record in zip(shards.shares, records, strict=True)]
     for left, right in shards.tree.add_order([Span(shard, shard + 1) for shard in range(len(terms))]):
-        terms[left] = terms[left] + terms[right]
+        terms[left].add_(terms[right])
     return terms[0]
 
 
@@ -192,6 +196,11 @@ def _bring_up_to_date(buffer: torch.Tensor, found: Found, record: Sequence[torch
         buffer.copy_(found.momentum * record[found.place] + (1 - found.momentum) * buffer)
 
 
+def _workspace_of_records(node: Node) -> int:
+    """A statistic and the buffer, each scaled, and their sum."""
+    return 3 * max((buffer.tensor_type.num_bytes for buffer in node.args[2:]), default=0)
+
+
 # (shards, what each shard found for each buffer, *buffers) -> the loss of the batch. It brings the buffers up to date
 # with the records of all shards, in the order of the shards.
 USE_RECORDS = register_operation(
@@ -203,7 +212,7 @@ USE_RECORDS = register_operation(
         chains=lambda node: (RECORDS_CHAIN,),
         can_repeat=False,
         is_measurable=False,
-        assumed_workspace=lambda node: 0,
+        assumed_workspace=_workspace_of_records,
         why_not_captured=lambda node: _ONE_BY_ONE,
     )
 )

@@ -60,6 +60,12 @@ class ShardPart:
         nodes = (*program.nodes, node)
         return replace(program, nodes=nodes, boundary=len(nodes), outputs=(total, *others))
 
+    def records_bytes(self, program: Program) -> int:
+        """What the records of all shards take."""
+        (record,) = (node for node in program.nodes if node.operation is KEEP_RECORD)
+        _, loss, _, _, *statistics = record.args
+        return self.shards.tree.num_shards * sum(value.tensor_type.num_bytes for value in (loss, *statistics))
+
     def waiting_bytes(self, parameters_bytes: int) -> int:
         """What the sums over earlier shards take, at most."""
         held, tree = self.shards.held, self.shards.tree

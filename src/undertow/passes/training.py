@@ -128,10 +128,16 @@ class Training:
             item.nbytes for item in self.model.parameters() if item.requires_grad and self._is_added_up(item, updated)
         )
 
-    def waiting_bytes(self) -> int:
-        """The sums of gradients over earlier shards, while this one runs."""
+    def held_by_shards(self, program: Program) -> dict[str, int]:
+        """What the other shards of the batch hold while one runs."""
+        if self.shards is None:
+            return {}
         trained = sum(item.nbytes for item in self.model.parameters() if item.requires_grad)
-        return 0 if self.shards is None else self.shards.waiting_bytes(trained)
+        return {
+            "other shards of the batch": self.shards.shards.rest_bytes,
+            "sums over shards": self.shards.waiting_bytes(trained),
+            "records of shards": self.shards.records_bytes(program),
+        }
 
     def _why_later(self) -> str:
         """Why the optimizer cannot step inside the backward pass; empty where it can."""

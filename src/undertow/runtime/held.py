@@ -13,13 +13,16 @@ from undertow.ops.interpret import generator_of, state_type_of
 from undertow.runtime.cuda_graphs import workspace_bytes
 
 # Of what is held throughout, this is there before the step starts.
-THERE_BEFORE = ("parameters", "buffers", "batch", "constants")
+THERE_BEFORE = ("parameters", "buffers", "batch", "other shards of the batch", "constants")
 
 
 def held_bytes(
-    model: torch.nn.Module, program: Program, optimizer: torch.optim.Optimizer | None = None
+    model: torch.nn.Module,
+    program: Program,
+    optimizer: torch.optim.Optimizer | None = None,
+    in_shards: bool = False,
 ) -> dict[str, int]:
-    """Bytes by what they are; each storage counts once."""
+    """Bytes by what they are; each storage counts once. `in_shards`: the Program is of one shard of a batch."""
     held = {
         "parameters": _storage_bytes(model.parameters()),
         "buffers": _storage_bytes(model.buffers()),
@@ -29,10 +32,12 @@ def held_bytes(
     }
     if program.cotangents:
         held["earlier buffers"] = sum(value.type.allocated_bytes for value in find_replayed_updates(program))
-    if program.cotangents or any(node.operation.is_guard for node in program.first_pass):
-        # Saved with every forward pass, so that it can run again: for a second backward pass, or after a guard.
+    # Saved with every forward pass, so that it can run again: for a second backward pass, or after a guard.
+    is_saved = bool(program.cotangents) or any(node.operation.is_guard for node in program.first_pass)
+    # A shard has a generator of its own, and the user's is put back after it.
+    if num_copies := int(is_saved) + int(in_shards):
         drawing = {generator_of(node): node for node in program.first_pass if node.operation.is_random}
-        held["generator states"] = sum(state_type_of(node).num_bytes for node in drawing.values())
+        held["generator states"] = num_copies * sum(state_type_of(node).num_bytes for node in drawing.values())
     if optimizer is not None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         held["optimizer state"] = count_optimizer_state(optimizer, trained).num_bytes or 0

@@ -26,7 +26,7 @@ from undertow.ops.interpret import generators_of
 from undertow.ops.modes import below_autograd
 from undertow.ops.own import bind
 from undertow.runtime.allocator import keep_memory_mapped
-from undertow.runtime.arena import Arena
+from undertow.runtime.arena import Arena, ArenaMemory
 from undertow.runtime.code import Segment, StepCode, compile_program
 from undertow.runtime.cuda_graphs import GraphedStep
 from undertow.runtime.prepared_weights import Preparation
@@ -52,13 +52,15 @@ class Part:
 class Step:
     """A Program ready to run, for a fixed set of outputs from which gradients come."""
 
-    def __init__(self, plan: Plan, pattern: Pattern, live: Mapping[str, Any]) -> None:
+    def __init__(
+        self, plan: Plan, pattern: Pattern, live: Mapping[str, Any], memory: ArenaMemory | None = None
+    ) -> None:
         keep_memory_mapped()
         survive_forks()
         self.plan = plan
         self.program = program = plan.program
         self.pattern = pattern
-        self.arena = Arena(plan)
+        self.arena = Arena(plan, memory or ArenaMemory())
         self.code: StepCode = compile_program(program, live, self.arena.values, rooms_of(plan))
         self.preparation = None if program.preparation is None else Preparation(program.preparation)
         self.generators = [bind(item, live) for item in generators_of(program.first_pass)]
@@ -100,7 +102,7 @@ class Step:
 
     def release_memory(self) -> None:
         """Free the step's arena until the next run, and its CUDA graph until it has run a few times more."""
-        self.arena.release()
+        self.arena.memory.release()
         if self._graph is not None:
             self._graph.release()
 
@@ -110,12 +112,13 @@ class Step:
             return self._graph.run(inputs), []
         slots: list[Any] = [None] * len(self.code.slots)
         if not self.arena.values:
+            self.arena.memory.limit(self.arena.most_bytes)
             return self._run_pass(inputs, slots), slots
-        memory = self.arena.take()
+        block = self.arena.take()
         try:
-            return self._run_pass(inputs, [*slots, *memory[1]]), slots
+            return self._run_pass(inputs, [*slots, *block.tensors[self.arena]]), slots
         finally:
-            self.arena.give_back(memory)
+            self.arena.memory.give_back(block)
 
     def _run_whole(self, inputs: Sequence[Any]) -> list[Any]:
         return self._run_pass(inputs, [None] * len(self.code.slots))
