@@ -121,8 +121,6 @@ class ShardedStep(TrainStep):
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         parts = self._divide(args, kwargs)
-        sizes = shard_sizes(count_examples(args, kwargs), len(parts))
-        self.shards.shares = tuple(1.0 if self.loss_is_sum else size / sum(sizes) for size in sizes)
         *earlier, last = self._held
         try:
             with self._own_generators(parts[last]) as generators:
@@ -154,7 +152,10 @@ class ShardedStep(TrainStep):
         return range(self.shards.held.first, self.shards.held.end)
 
     def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments of each shard; from now on the step is about this batch."""
         parts = divide_batch(args, kwargs, self.shards.tree.num_shards)
+        sizes = shard_sizes(count_examples(args, kwargs), len(parts))
+        self.shards.shares = tuple(1.0 if self.loss_is_sum else size / sum(sizes) for size in sizes)
         num_bytes = sum(tensor.nbytes for _, tensor in tensors_in((args, kwargs)))
         smallest = min(sum(tensor.nbytes for _, tensor in tensors_in(part)) for part in parts)
         if num_bytes - smallest > self.shards.rest_bytes:

@@ -25,6 +25,7 @@ from undertow.errors import CallError
 from undertow.ir import Node, Phase, Plan
 from undertow.ir.saving import SavedPlan, read_plan
 from undertow.ir.structure import tensors_in
+from undertow.ops.updates import LATER_STEP
 from undertow.passes.shards import ShardPart
 from undertow.passes.training import Training
 from undertow.pipeline import Request, derive, find_planner, record
@@ -183,6 +184,13 @@ class TrainStep:
         if self.optimizer is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules ask for it
         return loss
+
+    def start_at(self, num_calls: int) -> None:
+        """Go on as if the step had been called so often; for a run that is resumed."""
+        if self.optimizer is not None:
+            self.training.live[LATER_STEP.name].num_calls = num_calls
+        if self.training.shards is not None:
+            self.training.shards.shards.num_calls = num_calls
 
     def _list_parameters(self) -> list[torch.nn.Parameter]:
         return [*self.runner.parameters(), *self.training.trained()]

@@ -105,7 +105,7 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
     from undertow.train.devices import choose_device
     from undertow.train.folder import RunFolder, new_folder
     from undertow.train.progress import make_display
-    from undertow.train.run import Run, find_same_device, use_same_threads
+    from undertow.train.run import Run, find_same_device, use_same_threads, use_threads
 
     folder = RunFolder(Path(settings.out) if settings.out is not None else new_folder(settings))
     with ExitStack() as stack, running(f"training {settings.model} on {settings.data}"):
@@ -114,7 +114,9 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
         device = choose_device(settings.device)
         # A run that was killed before its first checkpoint begins again.
         checkpoint = folder.read_checkpoint() if is_resumed and folder.checkpoint_path.exists() else None
-        if checkpoint is not None:
+        if checkpoint is None:
+            use_threads(settings)
+        else:
             use_same_threads(checkpoint)
             device = find_same_device(checkpoint, device)
         if not is_resumed:

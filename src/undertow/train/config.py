@@ -120,6 +120,15 @@ class TrainConfig:
     until_loss: float | None = _option(None, "Stop after an epoch whose mean training loss is at most this.")
     batch: int | str = _option(16, "Examples in a batch, or all: the gradient of the whole set.", least=1, word=ALL)
     accumulate: int = _option(1, "Batches whose gradients are averaged into one update.", least=1)
+    shards: int | None = _option(
+        None, "Divide each batch into this many parts, computed alone: bits depend on them, not on ranks.", least=1
+    )
+    loss_is_sum: bool = _option(False, "The loss of a shard is a sum over its examples, not their mean.")
+    threads: int | None = _option(
+        None,
+        "Threads of a process; bits depend on them. By default all cores, divided by the shards if given.",
+        least=1,
+    )
     clip_norm: float | None = _option(None, "Clip all gradients together to this norm.", least=0)
     gradient_norm: bool = _option(False, "Record the norm of the gradients; with --clip-norm it is recorded anyway.")
     patience: int | None = _option(
@@ -306,6 +315,13 @@ def _check_together(config: TrainConfig, where: str) -> None:
         raise CallError(
             f"{where}: schedule {config.schedule!r} is not known; {advice}can be {', '.join(SCHEDULES)}, or one of "
             f"torch.optim.lr_scheduler such as OneCycleLR"
+        )
+    if config.loss_is_sum and config.shards is None:
+        raise CallError(f"{where}: loss_is_sum says how the losses of shards are joined; give shards as well")
+    if config.shards is not None and isinstance(config.batch, int) and config.batch < config.shards:
+        raise CallError(
+            f"{where}: a batch of {config.batch} cannot be divided into {config.shards} shards, each of which needs an "
+            f"example: use fewer shards, or a larger batch"
         )
     if config.nesterov and config.momentum == 0:
         raise CallError(f"{where}: nesterov needs a momentum of more than 0")

@@ -7,6 +7,7 @@ resumed from its last checkpoint does exactly what it would have done.
 from __future__ import annotations
 
 import math
+import os
 import platform
 import statistics
 import time
@@ -349,6 +350,8 @@ class Run:
         progress = self.progress
         self._rates = self.schedule.at(progress.step, self.num_steps, progress.num_drops)
         set_learning_rates(self.optimizer, self._rates)
+        assert self.step is not None
+        self.step.start_at(progress.step * self.config.accumulate)
         losses = [self._run_batch(batch) for batch in group]
         if self.average is not None:
             self.average.update()
@@ -414,9 +417,12 @@ class Run:
             allow_other_bits=config.allow_other_bits,
             costs=self._costs or "measured",
             gradient_norm=config.gradient_norm,
+            shards=config.shards,
+            seed=config.seed,
+            loss_is_sum=config.loss_is_sum,
         )
         self._costs = self.step.costs
-        self.progress.predicted_peak_bytes = self.step.plan.peak_bytes + held_bytes
+        self.progress.predicted_peak_bytes = self.step.peak_bytes + held_bytes
         self._about |= {"call": batch.describe(), "budget_bytes": self.budget_bytes, "held_bytes": held_bytes}
         self.display.say(f"planned the step in {time.perf_counter() - start:.1f} s")
 
@@ -548,6 +554,13 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "device": describe_device(device),
     }
+
+
+def use_threads(config: TrainConfig) -> None:
+    """Run on as many threads as a new run asks for. Shards share the cores, however many ranks compute them."""
+    if config.threads is not None or config.shards is not None:
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(config.threads or max(1, num_cores // (config.shards or 1)))
 
 
 def use_same_threads(checkpoint: Checkpoint) -> None:
