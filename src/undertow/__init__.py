@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from undertow.api.training import TrainStep as TrainStep
     from undertow.api.training import train_step as train_step
     from undertow.ir.plan import Plan as Plan
+    from undertow.ranks.mesh import Mesh as Mesh
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Mesh": "ranks.mesh",
     "Plan": "ir.plan",
     "TrainStep": "api.training",
     "buckets": "api.buckets",

@@ -10,6 +10,7 @@ UndertowError
 │   └── ClosedPipe          nobody reads it any more
 ├── NotFinite               the loss or a weight is not finite; names the operation that made the first such value
 ├── InfeasibleBudget        no plan fits the budget; says the least that fits, and what else would help
+├── RankLost                another process of the job is gone or fails; says which, in what, and why
 ├── ProgramError            a Program is malformed; a defect in Undertow
 ├── PlanError               a Plan is unsound; a defect in Undertow, or a Plan from elsewhere
 ├── UnsupportedTorch (ImportError)  PyTorch is too old, or lacks something that Undertow needs; says which to install
@@ -105,6 +106,14 @@ class InfeasibleBudget(UndertowError):
         fitting = "; ".join(map(str, self.ways)) or "no single change that was planned"
         hints = f". Not planned, may help: {'; '.join(self.hints)}" if self.hints else ""
         return f"{self.args[0]}. What would fit: {fitting}{hints}"
+
+
+class RankLost(UndertowError):
+    """Another process of the job is gone, stands still or has failed. `rank` is None where it is not known which."""
+
+    def __init__(self, message: str, rank: int | None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class ProgramError(UndertowError):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -153,6 +154,25 @@ def can_inductor_fuse(overload: OpOverload) -> bool:
         return overload in lowerings and overload not in fallbacks
 
 
+def default_store() -> Any:
+    """The store of the process group that the user's own code made."""
+    with _naming_what_is_missing():
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return _get_default_store()
+
+
+def make_gloo_group(store: Any, rank: int, size: int, address: str, timeout: timedelta) -> Any:
+    """A process group of gloo that listens on this address alone."""
+    with _naming_what_is_missing():
+        from torch.distributed import ProcessGroupGloo
+
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timeout
+        return ProcessGroupGloo(store, rank, size, options)
+
+
 if release_of(torch.__version__) > NEWEST:
     # Shown once: a module is imported once.
     warnings.warn(
@@ -190,6 +210,7 @@ __all__ = [
     "call_module",
     "can_inductor_fuse",
     "current_graph_task_id",
+    "default_store",
     "disable_current_modes",
     "disabled_torch_function",
     "dispatcher_files",
@@ -205,6 +226,7 @@ __all__ = [
     "is_key_excluded",
     "is_mapped",
     "load_dynamo",
+    "make_gloo_group",
     "make_wrapper_tensor",
     "release_of",
     "select_conv_backend",

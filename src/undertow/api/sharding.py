@@ -23,9 +23,13 @@ from undertow.errors import CallError, InfeasibleBudget
 from undertow.ir import Node
 from undertow.ir.saving import SavedPlan
 from undertow.ir.structure import replace_tensors, tensors_in
+from undertow.ops.communication import Link
 from undertow.ops.shards import Shards
 from undertow.passes.shards import ShardPart
-from undertow.ranks.tree import Span, Tree
+from undertow.ranks.mesh import Mesh
+from undertow.ranks.ranks import join
+from undertow.ranks.reduction import Division
+from undertow.ranks.tree import Span, Tree, divide
 
 
 def shard_seed(seed: int, step: int, shard: int, generator: int = 0) -> int:
@@ -72,14 +76,24 @@ def count_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def make_sharded(
-    make: Callable[..., TrainStep], num_shards: Any, seed: Any, loss_is_sum: bool, held: Span | None = None
+    make: Callable[..., TrainStep], num_shards: Any, seed: Any, loss_is_sum: bool, mesh: Mesh | None
 ) -> ShardedStep:
-    """The step of a rank that holds the shards `held`; of all shards without it. `make` makes the step of a shard."""
+    """The step of this rank; without a mesh, of the only one. `make` makes the step of a shard."""
     for name, number, least in (("shards", num_shards, 1), ("seed", seed, 0)):
         if type(number) is not int or number < least:
             raise CallError(f"{name} must be a whole number of at least {least}, got {number!r}")
-    shards = Shards(Tree(num_shards), held or Span(0, num_shards), seed)
-    before, last = (make(shards=ShardPart(shards, is_last)) for is_last in (False, True))
+    tree, held, link = Tree(num_shards), Span(0, num_shards), None
+    if mesh is not None and mesh.num_ranks > 1:
+        if num_shards < mesh.data:
+            raise CallError(
+                f"{num_shards} shards cannot be divided over {mesh.data} ranks: each rank needs one; give more shards, "
+                f"or fewer ranks"
+            )
+        ranks = join(mesh)
+        division = Division(tree, divide(num_shards, [1.0] * mesh.data))
+        held, link = division.spans[ranks.rank], Link(ranks, division)
+    shards = Shards(tree, held, seed)
+    before, last = (make(shards=ShardPart(shards, is_last, link)) for is_last in (False, True))
     return ShardedStep(before, last, shards, loss_is_sum)
 
 

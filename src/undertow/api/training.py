@@ -30,6 +30,7 @@ from undertow.passes.shards import ShardPart
 from undertow.passes.training import Training
 from undertow.pipeline import Request, derive, find_planner, record
 from undertow.planner.curve import Curve
+from undertow.ranks.mesh import Mesh
 from undertow.record.losses import find_loss, is_scalar_tensor
 from undertow.terms import Terms
 
@@ -57,6 +58,7 @@ def train_step(
     shards: int | None = None,
     seed: int = 0,
     loss_is_sum: bool = False,
+    parallel: Mesh | None = None,
 ) -> TrainStep:
     """A callable that trains: `step(*args, *targets, **kwargs)` returns the loss, and the parameters are updated.
 
@@ -68,7 +70,8 @@ def train_step(
     the same step: it is run instead of a new plan. With `gradient_norm` the step finds the norm of all gradients, and
     has it as `.gradient_norm`; with `clip_norm` it does so anyway. `shards` divides each batch into so many parts,
     which are computed alone (see `api/sharding.py`); their generators follow from `seed`. The loss of a shard is a mean
-    over its examples, or with `loss_is_sum` a sum.
+    over its examples, or with `loss_is_sum` a sum. `parallel` divides the shards over the processes of a job, which
+    changes no bit; every process calls the step with the whole batch.
     """
     check_call(model, args, kwargs)
     check_training(model, optimizer, loss, targets)
@@ -90,10 +93,12 @@ def train_step(
         raise CallError("gradient_norm is of a step that updates; give optimizer= as well")
     make = partial(make_step, model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict, gradient_norm)
     call, saved = ((*args, *targets), kwargs or {}), None if saved_plan is None else read_plan(saved_plan)
+    if parallel is not None and shards is None:
+        raise CallError(f"parallel={parallel} divides the shards of a batch over ranks; give shards= as well")
     if shards is not None:
         from undertow.api.sharding import make_sharded  # here, because a step in shards is a TrainStep
 
-        sharded = make_sharded(make, shards, seed, loss_is_sum)
+        sharded = make_sharded(make, shards, seed, loss_is_sum, parallel)
         sharded.prepare(*call, saved)
         return sharded
     step = make()

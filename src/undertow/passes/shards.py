@@ -22,7 +22,9 @@ from undertow.ir import Node, Origin, Phase, Program, Value
 from undertow.ir.operation import Operation
 from undertow.ir.program import Gradient, InputKind, Update
 from undertow.ir.pytorch import operation_of
+from undertow.ops.communication import Link
 from undertow.ops.shards import KEEP_GRADIENT, KEEP_RECORD, SHARDS, SHARE, USE_RECORDS, Found, Shards, add_gradients
+from undertow.passes.reduction import gather_records, reduce_gradients
 from undertow.passes.updates import Use
 from undertow.ranks.tree import Span
 
@@ -40,15 +42,18 @@ class ShardPart:
 
     shards: Shards
     is_last: bool
+    link: Link | None = None  # to the other ranks
 
     def take_out_buffers(self, program: Program) -> Program:
         """The forward pass without updates of buffers; see below."""
         return take_out_buffers(program)
 
     def add_up_gradients(self, program: Program) -> Program:
-        """The Program whose gradients are sums over all shards."""
-        program, _ = add_up_gradients(program, len(self.shards.tree.blocks(self.shards.held)))
-        return program
+        """The Program whose gradients are sums over all shards, with the records of all shards at its end."""
+        program, blocks = add_up_gradients(program, len(self.shards.tree.blocks(self.shards.held)))
+        if self.link is None:
+            return program
+        return gather_records(reduce_gradients(program, blocks, self.link.division, self.link.ranks.rank))
 
     def use_records(self, program: Program) -> Program:
         """The Program that ends by bringing the buffers up to date, and returns the loss of the whole batch."""
@@ -75,7 +80,7 @@ class ShardPart:
 
 
 @dataclass(frozen=True)
-class Link:
+class BufferStep:
     """One step from a buffer to its new value: the node that reads one and makes the other, and what it found."""
 
     position: int
@@ -92,11 +97,11 @@ def take_out_buffers(program: Program) -> Program:
     found: list[tuple[Any, ...]] = []
     changed: dict[int, dict[Value, Value]] = {}
     for update in program.updates:
-        links = _follow(program, update)
-        found.append(tuple(_enter(link, kept).plain for link in links))
-        for link in links:
-            if link.found.momentum is not None:
-                changed.setdefault(link.position, {})[link.before] = update.input
+        steps = _follow(program, update)
+        found.append(tuple(_enter(step, kept).plain for step in steps))
+        for step in steps:
+            if step.found.momentum is not None:
+                changed.setdefault(step.position, {})[step.before] = update.input
     nodes: list[Node] = []
     for position, node in enumerate(program.nodes):
         nodes += _without_history(node, changed[position]) if position in changed else [node]
@@ -104,16 +109,16 @@ def take_out_buffers(program: Program) -> Program:
     return replace(program, nodes=tuple(nodes), boundary=len(nodes), updates=())
 
 
-def _enter(link: Link, kept: list[Value]) -> Found:
-    """What a link found, with its place in the record: the loss comes first there."""
-    if link.statistic is None:
-        return link.found
-    kept.append(link.statistic)
-    return replace(link.found, place=len(kept))
+def _enter(step: BufferStep, kept: list[Value]) -> Found:
+    """What a step found, with its place in the record: the loss comes first there."""
+    if step.statistic is None:
+        return step.found
+    kept.append(step.statistic)
+    return replace(step.found, place=len(kept))
 
 
-def _follow(program: Program, update: Update) -> list[Link]:
-    """From the buffer to its new value, link by link; raises CaptureError where the forward pass reads it otherwise."""
+def _follow(program: Program, update: Update) -> list[BufferStep]:
+    """From the buffer to its new value, step by step; raises CaptureError where the forward pass reads it otherwise."""
     kinds = {item.value: item.kind for item in program.inputs}
     if kinds[update.input] is not InputKind.BUFFER:
         kind = kinds[update.input].value
@@ -121,18 +126,18 @@ def _follow(program: Program, update: Update) -> list[Link]:
             f"the forward pass writes the {kind} {update.input.name} ({program.makers[update.value].origin}): shards "
             f"of a batch that are computed alone cannot do that; train without shards, or write it after the step"
         )
-    links: list[Link] = []
+    steps: list[BufferStep] = []
     value = update.value
     while value is not update.input:
-        link = _find_link(program, value)
-        if link is None:
+        step = _find_step(program, value)
+        if step is None:
             break
-        links.insert(0, link)
-        value = link.before
+        steps.insert(0, step)
+        value = step.before
     if value is not update.input:  # made without the buffer: the last shard's is what stays
-        links = [Link(-1, program.makers[update.value], update.input, Found(), update.value)]
-    read = {update.input, *(link.before for link in links)}
-    positions = {link.position for link in links}
+        steps = [BufferStep(-1, program.makers[update.value], update.input, Found(), update.value)]
+    read = {update.input, *(step.before for step in steps)}
+    positions = {step.position for step in steps}
     for other in read:
         readers = [place for place in program.readers.get(other, ()) if place not in positions and place >= 0]
         if readers:
@@ -141,10 +146,10 @@ def _follow(program: Program, update: Update) -> list[Link]:
                 f"the forward pass reads the buffer {update.input.name} and writes it ({node.name} {node.origin}): "
                 f"shards of a batch that are computed alone cannot do that; train without shards, or do not read it"
             )
-    return links
+    return steps
 
 
-def _find_link(program: Program, value: Value) -> Link | None:
+def _find_step(program: Program, value: Value) -> BufferStep | None:
     """The node that makes a new value of a buffer from an earlier one, if it is a statistic or a count."""
     node = program.makers.get(value)
     if node is None:
@@ -152,7 +157,7 @@ def _find_link(program: Program, value: Value) -> Link | None:
     position = program.positions[node]
     if node.target is aten.add.Tensor and isinstance(node.args[0], Value) and isinstance(node.args[1], int | float):
         is_count = not node.kwargs and not node.args[0].tensor_type.dtype.is_floating_point
-        return Link(position, node, node.args[0], Found(number=node.args[1])) if is_count else None
+        return BufferStep(position, node, node.args[0], Found(number=node.args[1])) if is_count else None
     places = _statistics_of(node)
     if places is None:
         return None
@@ -161,7 +166,7 @@ def _find_link(program: Program, value: Value) -> Link | None:
     before = node.args[outputs[value]] if value in outputs else None
     if not isinstance(before, Value) or not isinstance(node.args[momentum], float | int):
         return None
-    return Link(position, node, before, Found(momentum=float(node.args[momentum])), value)
+    return BufferStep(position, node, before, Found(momentum=float(node.args[momentum])), value)
 
 
 def _statistics_of(node: Node) -> tuple[list[int], int] | None:

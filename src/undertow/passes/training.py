@@ -18,6 +18,7 @@ import torch
 from undertow.errors import CallError
 from undertow.ir import Gradient, Program, Value
 from undertow.ops.clipping import clip_in_blocks
+from undertow.ops.communication import LINK
 from undertow.ops.gradient_norms import FIND_GRADIENT_NORM, GRADIENT_NORMS, GradientNorms
 from undertow.ops.shards import SHARDS
 from undertow.ops.updates import (
@@ -57,6 +58,8 @@ class Training:
                 live[GRADIENT_NORMS.name] = GradientNorms(self.trained())
         if self.shards is not None:
             live[SHARDS.name] = self.shards.shards
+            if self.shards.link is not None:
+                live[LINK.name] = self.shards.link
             if self.optimizer is not None:
                 live[LATER_STEP.name].clip = clip_in_blocks
         object.__setattr__(self, "live", live)

@@ -28,6 +28,10 @@ class Span:
     def __len__(self) -> int:
         return self.end - self.first
 
+    def shards(self) -> range:
+        """Their numbers."""
+        return range(self.first, self.end)
+
     def __str__(self) -> str:
         return str(self.first) if len(self) == 1 else f"{self.first} to {self.end - 1}"
 
