@@ -9,20 +9,21 @@ the shards, and never on who computes them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from undertow.api.shared_plans import describe_rank, share_plans
 from undertow.api.training import TrainStep
 from undertow.calls.runner import Runner
 from undertow.calls.smaller_batch import offering_smaller_batch
 from undertow.errors import CallError, InfeasibleBudget
-from undertow.ir import Node
+from undertow.ir import Node, Plan
 from undertow.ir.saving import SavedPlan
-from undertow.ir.structure import replace_tensors, tensors_in
+from undertow.ir.structure import replace_tensors, structure_key, tensors_in
 from undertow.ops.communication import Link
 from undertow.ops.shards import Shards
 from undertow.passes.shards import ShardPart
@@ -97,6 +98,20 @@ def make_sharded(
     return ShardedStep(before, last, shards, loss_is_sum)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Shards that are one step: of so many examples, and whether the rank updates after it; and one of them."""
+
+    is_last: bool
+    num_examples: int
+    shard: int
+
+    @property
+    def name(self) -> str:
+        """What tells it apart."""
+        return f"{'the last' if self.is_last else 'an earlier'} shard of {self.num_examples} examples"
+
+
 class ShardedStep(TrainStep):
     """A training step of a batch in shards. It is the step of the last shard, which also updates."""
 
@@ -104,6 +119,9 @@ class ShardedStep(TrainStep):
         # They take turns, so their arenas lie in the same memory.
         super().__init__(replace(last.request, memory=before.request.memory))
         self.before, self.shards, self.loss_is_sum = before, shards, loss_is_sum
+        assert last.training.shards is not None
+        self.link = last.training.shards.link
+        self._prepared: set[Any] = set()  # kinds of calls
 
     @property
     def peak_bytes(self) -> int:
@@ -117,27 +135,62 @@ class ShardedStep(TrainStep):
         return max(peaks)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> None:
-        """Capture and plan the steps of all kinds of shards; raises InfeasibleBudget with what the largest needs."""
+        """Capture and plan the steps of all kinds of shards; raises InfeasibleBudget with what the largest needs.
+
+        One rank plans, and the others check its plans.
+        """
         parts = self._divide(args, kwargs)
+        if self.link is None:
+            last = self.kinds_of(parts, [self.shards.held])[-1]
+            self.plan_kinds(parts, [self.shards.held], {} if saved is None else {last.name: saved})
+        else:
+            with self.link.ranks.reporting("planning"):
+                if not self._prepared:
+                    self.link.ranks.agree(describe_rank(self, args, kwargs))
+                share_plans(self, parts)
+        self._prepared.add(self._key(args, kwargs))
+
+    def kinds_of(self, parts: Sequence[Any], spans: Sequence[Span]) -> list[Kind]:
+        """The kinds of shards that ranks with these spans run, each once."""
+        kinds: dict[str, Kind] = {}
+        for span in spans:
+            for shard in span.shards():
+                kind = Kind(shard == span.end - 1, count_examples(*parts[shard]), shard)
+                kinds.setdefault(kind.name, kind)
+        return sorted(kinds.values(), key=lambda kind: kind.is_last)
+
+    def plan_kinds(self, parts: Sequence[Any], spans: Sequence[Span], saved: Mapping[str, SavedPlan]) -> None:
+        """Plan the shards that ranks with these spans run, or take the plans that were saved."""
         refusals: list[InfeasibleBudget] = []
-        *earlier, last = self._held
-        # Parts of the same size are the same step, so that few of them are planned.
-        prepare = [(self.before.prepare, shard, None) for shard in earlier] + [(super().prepare, last, saved)]
-        for prepare_part, shard, plan in prepare:
-            part_args, part_kwargs = parts[shard]
+        for kind in self.kinds_of(parts, spans):
+            prepare = super().prepare if kind.is_last else self.before.prepare
+            args, kwargs = parts[kind.shard]
             try:
-                with offering_smaller_batch(self.request, part_args, part_kwargs, len(parts)):
-                    prepare_part(part_args, part_kwargs, plan)
+                with offering_smaller_batch(self.request, args, kwargs, len(parts)):
+                    prepare(args, kwargs, saved.get(kind.name))
             except InfeasibleBudget as refusal:
                 refusals.append(refusal)
         if refusals:
             raise max(refusals, key=lambda refusal: refusal.minimum_bytes)
 
+    def plan_of(self, parts: Sequence[Any], kind: Kind) -> Plan:
+        """The plan of a kind of shard that was prepared."""
+        runner = self.runner if kind.is_last else self.before.runner
+        with torch.enable_grad():
+            return runner.variant_for(*parts[kind.shard]).step().plan
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What tells apart calls that are planned apart; the same on all ranks."""
+        return structure_key(args), structure_key(kwargs), self.runner.state_key()
+
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.link is not None and self._key(args, kwargs) not in self._prepared:
+            self.prepare(args, kwargs)
         parts = self._divide(args, kwargs)
         *earlier, last = self._held
+        doing = f"call {self.shards.num_calls + 1} of the step"
         try:
-            with self._own_generators(parts[last]) as generators:
+            with self._reporting(doing), self._own_generators(parts[last]) as generators:
                 for shard in earlier:
                     self._begin(shard, generators)
                     self.before(*parts[shard][0], **parts[shard][1])
@@ -177,6 +230,9 @@ class ShardedStep(TrainStep):
             self.runner.forget()
             self.before.runner.forget()
         return parts
+
+    def _reporting(self, doing: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.link is None else self.link.ranks.reporting(doing)
 
     def _begin(self, shard: int, generators: Mapping[int, torch.Generator]) -> None:
         self.shards.begin(shard)

@@ -197,6 +197,10 @@ class Runner:
         """The step that was last prepared or run."""
         return None if self._last is None else self._last.step()
 
+    def state_key(self) -> Any:
+        """What of the model's state decides on the capture."""
+        return self._state.key()
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The model's parameters as the last call found them; asking the model itself takes longer."""
         return self._state.parameters()

@@ -90,9 +90,14 @@ class SavedPlan:
 
 def write_plan(plan: Plan, costs: Mapping[str, Cost], path: str | Path) -> None:
     """Write a plan to a file, and the costs it was made from."""
+    write_whole(Path(path), pack_plan(plan, costs))
+
+
+def pack_plan(plan: Plan, costs: Mapping[str, Cost]) -> bytes:
+    """The content of such a file."""
     data = _Writer().plan(plan) | {"costs": costs}
     body = json.dumps(data, separators=(",", ":"), default=lambda cost: [cost.duration_ns, cost.workspace_bytes])
-    write_whole(Path(path), f"{FORMAT} sha256 {_hash(body)}\n{body}\n".encode())
+    return f"{FORMAT} sha256 {_hash(body)}\n{body}\n".encode()
 
 
 def read_plan(path: str | Path) -> SavedPlan:
@@ -100,18 +105,26 @@ def read_plan(path: str | Path) -> SavedPlan:
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)  # a device or a growing file has another size than it says
-        if len(content) > MAX_FILE_BYTES:
-            raise PlanError(f"{path} is larger than any plan: more than {MAX_FILE_BYTES} bytes")
-        head, _, body = content.decode("utf-8").partition("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise PlanError(f"{path} cannot be read: {error}") from error
+    return unpack_plan(content, str(path))
+
+
+def unpack_plan(content: bytes, name: str) -> SavedPlan:
+    """The plan in the content of a file; `name` is its name in errors."""
+    if len(content) > MAX_FILE_BYTES:
+        raise PlanError(f"{name} is larger than any plan: more than {MAX_FILE_BYTES} bytes")
+    try:
+        head, _, body = content.decode("utf-8").partition("\n")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{name} cannot be read: {error}") from error
     body = body.removesuffix("\n")
     if head != f"{FORMAT} sha256 {_hash(body)}":
-        raise PlanError(f"{path} is not a whole file of the format {FORMAT!r}; save the plan again with this version")
+        raise PlanError(f"{name} is not a whole file of the format {FORMAT!r}; save the plan again with this version")
     try:
-        return SavedPlan(str(path), json.loads(body))
+        return SavedPlan(name, json.loads(body))
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path}: its data is malformed ({error})") from error
+        raise PlanError(f"{name}: its data is malformed ({error})") from error
 
 
 def write_node(node: Node) -> Any:

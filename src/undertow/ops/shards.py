@@ -129,31 +129,35 @@ def _add_gradients_in_place(gradient: torch.Tensor, shards: Shards, name: str, p
     return shards.add_last(name, gradient)[-1]
 
 
+_ADDING: dict[str, Any] = {
+    "must_run": True,
+    "chains": lambda node: (gradient_chain(node.args[3]),),
+    "can_repeat": False,
+    "is_measurable": False,
+    "assumed_workspace": lambda node: 0,
+    "releases_arguments": False,
+    "why_not_captured": lambda node: _ONE_BY_ONE,
+}
+
+# (gradient, shards, name, parameter) -> the sum over this rank's shards, in the memory of the gradient.
+ADD_GRADIENTS_IN_PLACE = register_operation(
+    Operation("add_gradients_", _add_gradients_in_place, shares=0, writes=lambda node: (node.args[0],), **_ADDING)
+)
+
+
 @operation_maker
 def add_gradients(num_blocks: int) -> Operation:
     """(gradient, shards, name, parameter) -> the sum over each block of this rank's shards.
 
     The gradient is the last shard's, and is written over where nothing else reads it.
     """
-    facts: dict[str, Any] = {
-        "must_run": True,
-        "chains": lambda node: (gradient_chain(node.args[3]),),
-        "can_repeat": False,
-        "is_measurable": False,
-        "assumed_workspace": lambda node: 0,
-        "releases_arguments": False,
-        "why_not_captured": lambda node: _ONE_BY_ONE,
-    }
-    in_place = Operation(
-        "add_gradients_", _add_gradients_in_place, shares=0, writes=lambda node: (node.args[0],), **facts
-    )
     return Operation(
         "add_gradients",
         _add_gradients,
         returns_tuple=num_blocks > 1,
-        in_place=in_place if num_blocks == 1 else None,
+        in_place=ADD_GRADIENTS_IN_PLACE if num_blocks == 1 else None,
         is_fresh=True,
-        **facts,
+        **_ADDING,
     )
 
 

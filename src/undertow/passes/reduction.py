@@ -112,8 +112,8 @@ def _start(
         operation = FLATTEN if len(parts) == 1 else PACK
         nodes.append(Node(operation, parts, {}, (flat,), origin, Phase.BACKWARD))
         flats.append(flat)
-    itemsize = row.dtype.itemsize
-    transfer = Value(f"transfer_{bucket.number}", OpaqueType("transfer", division.received_bytes(cuts, itemsize, rank)))
+    received_bytes = division.received_bytes(cuts, row.dtype.itemsize)
+    transfer = Value(f"transfer_{bucket.number}", OpaqueType("transfer", received_bytes))
     args = (LINK, bucket.number, cuts, *flats)
     nodes.append(Node(START_REDUCTION, args, {}, (transfer,), origin, Phase.BACKWARD))
     return nodes, transfer, flats[0]

@@ -16,18 +16,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 LOOK_AROUND_S = 0.1  # how often somebody who waits asks whether everybody is alive
 
 
-class Message(Protocol):
-    """A message on its way, such as torch.distributed's Work."""
+@dataclass(frozen=True)
+class Message:
+    """A message on its way to or from another rank; `work` is torch.distributed's."""
 
-    def wait(self) -> Any:
+    work: Any
+    peer: int
+
+    def wait(self) -> None:
         """Wait until it has arrived, or was sent."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise BrokenConnection(self.peer, str(error)) from error
+
+
+class BrokenConnection(Exception):
+    """A message cannot be sent or received."""
+
+    def __init__(self, peer: int, cause: str) -> None:
+        super().__init__(cause)
+        self.peer = peer
 
 
 Steps = Generator[Sequence[Message], None, None]
@@ -74,14 +90,14 @@ class Lane:
         while not transfer.is_done.wait(LOOK_AROUND_S):
             self._check()
         if transfer.error is not None:
-            self._check()  # who is gone is better known there
             raise transfer.error
 
     def close(self) -> None:
-        """End the thread when nothing is on its way any more."""
+        """End the thread. What is still on its way when a rank is lost never arrives, and is not waited for."""
         with self._changed:
             self._is_open = False
             self._changed.notify()
+        self._thread.join(LOOK_AROUND_S)
 
     def _run(self) -> None:
         with torch.no_grad():

@@ -6,12 +6,14 @@ calls that follow each other too, so that a fast rank's next call is not mistake
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store
 
-from undertow.ranks.lane import Message
+from undertow.ranks.lane import BrokenConnection, Message
 from undertow.torch_internals import make_gloo_group
 
 MAX_PARTS = 64  # messages of one transfer from one rank to another
@@ -32,11 +34,17 @@ class Messages:
         if not tensor.numel():
             return []
         self.sent_bytes += tensor.nbytes
-        return [self._group.send([tensor], to, _tag(tag, part))]
+        return [self._post(self._group.send, tensor, to, _tag(tag, part))]
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int, part: int) -> list[Message]:
         """Start to receive into a tensor."""
-        return [self._group.recv([tensor], source, _tag(tag, part))] if tensor.numel() else []
+        return [self._post(self._group.recv, tensor, source, _tag(tag, part))] if tensor.numel() else []
+
+    def _post(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        try:
+            return Message(call([tensor], peer, tag), peer)
+        except RuntimeError as error:
+            raise BrokenConnection(peer, str(error)) from error
 
 
 def _tag(tag: int, part: int) -> int:

@@ -7,11 +7,13 @@ reached: on one machine that is the loopback.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,10 +22,10 @@ from torch import distributed
 from torch.distributed import PrefixStore, Store
 
 from undertow.errors import CallError, RankLost
-from undertow.ranks.lane import Lane, Transfer
+from undertow.ranks.lane import BrokenConnection, Lane, Transfer
 from undertow.ranks.mesh import Mesh
 from undertow.ranks.messages import Messages
-from undertow.ranks.watch import Watch
+from undertow.ranks.watch import Watch, first_line
 from undertow.torch_internals import default_store
 
 BOUND_S = 60.0  # a rank that does not move for so long is lost
@@ -45,14 +47,26 @@ class Ranks:
         self.lane = Lane(self.watch.check)
         self._num_packages = 0
 
+    @contextmanager
+    def reporting(self, doing: str) -> Iterator[None]:
+        """What goes wrong inside is told to the other ranks, which then end as well."""
+        self.watch.doing = doing
+        try:
+            yield
+        except RankLost:
+            raise
+        except BaseException as error:
+            self.watch.report_own(f"failed with {type(error).__name__}: {first_line(error)}")
+            raise
+        finally:
+            self.watch.doing = ""
+
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer; raises RankLost."""
         try:
             self.lane.finish(transfer)
-        except RankLost:
-            raise
-        except RuntimeError as error:
-            raise self.watch.explain(error) from error
+        except BrokenConnection as error:
+            raise self.watch.explain(error, error.peer) from error
 
     def send_bytes(self, data: bytes | None) -> bytes:
         """The bytes that rank 0 gives, on every rank; the others give None."""
@@ -92,11 +106,12 @@ class Ranks:
         return [item.numpy().tobytes().decode(errors="replace") for item in texts]
 
     def close(self) -> None:
-        """Leave the job; whoever is closed is not missed."""
+        """Leave the job; whoever has left is not missed."""
         self.lane.close()
         self.watch.stop()
         if self in _JOINED:
             _JOINED.remove(self)
+            atexit.unregister(self.close)
 
     def _pass_on(self, tensor: torch.Tensor) -> None:
         """Rank 0's tensor, to all."""
@@ -134,6 +149,7 @@ def join(mesh: Mesh, bound_s: float = BOUND_S) -> Ranks:
     else:
         ranks = _join(bound_s)
         _JOINED.append(ranks)
+        atexit.register(ranks.close)  # a thread that is still in gloo when the process ends would abort it
     if ranks.size != mesh.num_ranks:
         raise CallError(
             f"the mesh {mesh} has {mesh.num_ranks} ranks, and {ranks.size} processes were started; start as many, or "

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -44,10 +45,13 @@ class Division:
         num_others = len(self.spans) - 1
         return itemsize * ((cuts[-1] - own) * len(self.blocks[rank]) + own * num_others)
 
-    def received_bytes(self, cuts: Sequence[int], itemsize: int, rank: int) -> int:
-        """What a rank receives beside its own tensors: the others' blocks of its part."""
-        num_blocks = sum(len(blocks) for other, blocks in enumerate(self.blocks) if other != rank)
-        return itemsize * (cuts[rank + 1] - cuts[rank]) * num_blocks
+    def received_bytes(self, cuts: Sequence[int], itemsize: int) -> int:
+        """The most that a rank receives beside its own tensors: the others' blocks of its part."""
+        num_blocks = sum(map(len, self.blocks))
+        sizes = (end - first for first, end in pairwise(cuts))
+        return itemsize * max(
+            size * (num_blocks - len(blocks)) for size, blocks in zip(sizes, self.blocks, strict=True)
+        )
 
 
 def cut_bucket(sizes: Sequence[int], num_ranks: int, block: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store
 from undertow.errors import RankLost
 
 BEAT_S = 1.0
+REPORTED_WITHIN_S = 3.0  # a rank that ends by itself says so first; this is time enough for others to read it
 OVER = "over"  # instead of a number, by a rank that is done
 MAX_REPORT = 2000  # characters of a report that are read
 
@@ -65,14 +66,23 @@ class Watch:
         """Tell the others that this rank ends, and why."""
         self._report(Report(self.rank, self.doing, cause))
 
-    def explain(self, error: BaseException) -> RankLost:
-        """The error for a broken connection: whoever was reported, or else is found dead within the bound."""
-        deadline = time.monotonic() + self.bound_s
+    def explain(self, error: BaseException, peer: int | None) -> RankLost:
+        """The error for a broken connection: whoever is reported soon, else the rank at its other end."""
+        deadline = time.monotonic() + REPORTED_WITHIN_S
         while self._lost is None and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(BEAT_S / 10)
+        if self._lost is None and peer is not None:
+            self._report(Report(peer, self._doing_of(peer), "is gone: its connection broke"))
         if self._lost is not None:
             return RankLost(str(self._lost), self._lost.rank)
-        return RankLost(f"a connection to another rank broke: {error}", None)
+        return RankLost(f"a connection to another rank broke: {first_line(error)}", None)
+
+    def _doing_of(self, rank: int) -> str:
+        """What a rank said last that it does."""
+        try:
+            return _read_beat(self._store.get(f"beat {rank}").decode(errors="replace"))[1]
+        except RuntimeError:
+            return ""
 
     def stop(self) -> None:
         """End the watch, for a rank that is done: from now on nobody misses it."""
@@ -84,15 +94,13 @@ class Watch:
     def _run(self) -> None:
         seen: dict[int, tuple[str, float]] = {}
         number = 0
-        while not self._is_over.wait(BEAT_S):
+        while self._lost is None and not self._is_over.wait(BEAT_S):
             number += 1
             try:
                 self._beat(number)
                 self._look(seen)
             except RuntimeError as error:  # the store is gone, and with it the rank that has it
-                self._lost = self._lost or Report(0, "", f"keeps the store, which does not answer ({_short(error)})")
-            if self._lost is not None:
-                return
+                self._lost = self._lost or Report(0, "", f"keeps the store, which is gone ({first_line(error)})")
 
     def _beat(self, number: int) -> None:
         self._store.set(f"beat {self.rank}", json.dumps([number, self.doing]))
@@ -141,5 +149,6 @@ def _read_report(data: bytes) -> Report:
     return Report(int(rank), str(doing), str(cause))
 
 
-def _short(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """An error in one line; PyTorch's may have a stack of frames below."""
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
