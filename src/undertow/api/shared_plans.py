@@ -68,6 +68,7 @@ def share_plans(step: ShardedStep, parts: Sequence[Any]) -> None:
     if found["error"] is not None:
         raise RankLost(f"rank 0 could not plan the step: {found['error']}", 0)
     step.request.terms.table.update(found["costs"])
+    step.link.buckets = found["buckets"]
     own, first = (list(map(len, step.link.division.blocks[rank])) for rank in (ranks.rank, 0))
     takes_plans = own == first
     step.plan_kinds(parts, [spans[ranks.rank]], found["plans"] if takes_plans else {})
@@ -78,7 +79,7 @@ def _pack(step: ShardedStep, parts: Sequence[Any]) -> bytes:
     kinds = step.kinds_of(parts, step.link.division.spans)
     plans = {kind.name: pack_plan(step.plan_of(parts, kind), {}).decode() for kind in kinds}
     costs = {key: [cost.duration_ns, cost.workspace_bytes] for key, cost in step.request.terms.table.items()}
-    return json.dumps({"error": None, "costs": costs, "plans": plans}).encode()
+    return json.dumps({"error": None, "costs": costs, "plans": plans, "buckets": step.link.buckets}).encode()
 
 
 def _unpack(content: bytes) -> dict[str, Any]:
@@ -91,6 +92,7 @@ def _unpack(content: bytes) -> dict[str, Any]:
             str(name): unpack_plan(str(text).encode(), f"rank 0's plan of {name}")
             for name, text in found["plans"].items()
         }
+        buckets = tuple(tuple(map(str, names)) for names in found["buckets"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise PlanError(f"what rank 0 sent is not a plan ({error})") from None
-    return {"error": None, "costs": costs, "plans": plans}
+    return {"error": None, "costs": costs, "plans": plans, "buckets": buckets}

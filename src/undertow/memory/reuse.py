@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from undertow.ir import Node, Operation, Program, Value
+from undertow.ir import Node, Operation, Program, TensorType, Value
 from undertow.ir.pytorch import in_place_of
 from undertow.memory.lifetimes import Lifetimes, find_lifetimes, is_dense
 
@@ -32,7 +32,7 @@ def in_place_operation(node: Node) -> Operation | None:
     if not isinstance(argument, Value) or result is None or argument.type != result.type:
         return None
     # In-place products of complex numbers with strides run another kernel, with other last bits.
-    is_complex = any(value.tensor_type.dtype.is_complex for value in node.inputs)
+    is_complex = any(isinstance(value.type, TensorType) and value.type.dtype.is_complex for value in node.inputs)
     if is_complex and node.operation.functional_of is None:
         return None
     return in_place_of(node.operation)

@@ -27,19 +27,25 @@ _ON_CPU = "gradients are sent by the CPU"  # why a step is no CUDA graph
 
 @dataclass(eq=False)
 class Link:
-    """What the communication of a step is bound to."""
+    """What the communication of a step is bound to.
+
+    `buckets` are the parameters whose gradients are reduced together, by name, in the order in which they are sent.
+    Rank 0 finds them, since the order in which gradients are completed may depend on the size of a shard.
+    """
 
     ranks: Ranks
     division: Division
+    buckets: tuple[tuple[str, ...], ...] | None = None
 
 
 def _pack(*tensors: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     return torch.cat([in_memory_order(tensor) for tensor in tensors], out=out)
 
 
-# (*gradients) -> their elements one after the other, each as it lies in memory.
+# (*gradients) -> their elements one after the other, each as it lies in memory. Never made again: what is on its way
+# is this very tensor.
 PACK = register_operation(
-    Operation("pack", _pack, is_fresh=True, find_destination=lambda: Destination(_pack, ("out",)))
+    Operation("pack", _pack, is_fresh=True, can_repeat=False, find_destination=lambda: Destination(_pack, ("out",)))
 )
 
 
@@ -56,7 +62,12 @@ def _start_reduction(link: Link, bucket: int, cuts: Sequence[int], *flats: torch
     return ranks.lane.start(f"the sum of bucket {bucket}", reduce(ranks.messages, link.division, cuts, bucket, flats))
 
 
-def _finish(transfer: Transfer, flat: torch.Tensor, link: Link) -> torch.Tensor:
+def _finish(flat: torch.Tensor, transfer: Transfer, link: Link) -> torch.Tensor:
+    link.ranks.finish(transfer)
+    return flat.clone()
+
+
+def _finish_in_place(flat: torch.Tensor, transfer: Transfer, link: Link) -> torch.Tensor:
     link.ranks.finish(transfer)
     return flat
 
@@ -77,9 +88,14 @@ START_REDUCTION = register_operation(
     Operation("start_reduction", _start_reduction, borrows=True, lane=LINK_LANE, **_FACTS)
 )
 
-# (transfer, the first flat tensor, link) -> the sum over all shards, in the same memory.
+# (the first flat tensor, transfer, link) -> the sum over all shards, in the memory where it came to lie.
+FINISH_REDUCTION_IN_PLACE = register_operation(
+    Operation("finish_reduction_", _finish_in_place, shares=0, writes=lambda node: (node.args[0],), **_FACTS)
+)
+
+# The same in new memory; it is replaced by the one above, since nobody else reads the flat tensor.
 FINISH_REDUCTION = register_operation(
-    Operation("finish_reduction", _finish, shares=1, writes=lambda node: (node.args[1],), **_FACTS)
+    Operation("finish_reduction", _finish, is_fresh=True, in_place=FINISH_REDUCTION_IN_PLACE, **_FACTS)
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from undertow.errors import CallError
 from undertow.ir import Node
 from undertow.ir.live import Live
 from undertow.ir.operation import Operation, operation_maker, register_operation
@@ -22,6 +23,12 @@ from undertow.ranks.tree import Span, Tree, push
 SHARDS = Live("shards")  # a Shards
 RECORDS_CHAIN = "records of shards"
 _ONE_BY_ONE = "sums over shards are kept from call to call"  # why a step is no CUDA graph
+
+
+_NOT_FROM_ALL = (
+    "parameter {name} has a gradient from some shards and none from others, because the model branches on values; such "
+    "a model cannot be trained in shards: let every shard use the parameter, or train without shards"
+)
 
 
 @dataclass(eq=False)
@@ -56,6 +63,8 @@ class Shards:
         """Add the current shard's gradient of a parameter to the sums that wait, or let it wait."""
         waiting = self.sums.setdefault(name, [])
         spans = [span for span, _ in waiting]
+        if tuple(spans) != self.tree.blocks(Span(self.held.first, self.shard)):
+            raise CallError(_NOT_FROM_ALL.format(name=name))
         for _ in range(push(self.tree, spans, Span(self.shard, self.shard + 1))):
             gradient = waiting.pop()[1].add_(gradient)
         waiting.append((spans[-1], gradient))
@@ -67,6 +76,8 @@ class Shards:
         """
         waiting = self.sums.pop(name, [])
         spans = [span for span, _ in waiting]
+        if tuple(spans) != self.tree.blocks(Span(self.held.first, self.shard)):
+            raise CallError(_NOT_FROM_ALL.format(name=name))
         for _ in range(push(self.tree, spans, Span(self.shard, self.shard + 1))):
             gradient.add_(waiting.pop()[1])  # the same bits as the other way round
         return [*(tensor for _, tensor in waiting), gradient]

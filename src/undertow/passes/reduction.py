@@ -7,11 +7,12 @@ other. It is packed and sent when the last of them is there, and waited for when
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from undertow.errors import CaptureError
 from undertow.ir import Gradient, Node, OpaqueType, Origin, Phase, Program, TensorType, Value
 from undertow.ir.pytorch import operation_of
 from undertow.ops.clipping import BLOCK
@@ -23,6 +24,7 @@ from undertow.ops.communication import (
     PACK,
     START_RECORDS,
     START_REDUCTION,
+    Link,
 )
 from undertow.ops.shards import KEEP_RECORD, SHARDS
 from undertow.ranks.reduction import Division, cut_bucket
@@ -42,16 +44,16 @@ class Bucket:
     ready: int
 
 
-def reduce_gradients(
-    program: Program, blocks: Mapping[Value, tuple[Value, ...]], division: Division, rank: int
-) -> Program:
+def reduce_gradients(program: Program, blocks: Mapping[Value, tuple[Value, ...]], link: Link) -> Program:
     """The Program that sums its gradients over the ranks. `blocks` are the sums of each input's gradient so far."""
-    buckets = _make_buckets(program, blocks)
+    completed = _find_completed(program, blocks)
+    if link.buckets is None:
+        link.buckets = _choose_buckets(completed)
     inserted: dict[int, list[Node]] = {}
     reduced: dict[Value, Value] = {}
     started: list[tuple[Bucket, Value, Value]] = []
-    for bucket in buckets:
-        nodes, transfer, flat = _start(bucket, blocks, division, rank)
+    for bucket in _find_buckets(completed, link.buckets):
+        nodes, transfer, flat = _start(bucket, blocks, link.division, link.ranks.rank)
         here = inserted.setdefault(bucket.ready, [])
         here += nodes
         started.append((bucket, transfer, flat))
@@ -65,29 +67,46 @@ def reduce_gradients(
     return replace(program.with_pieces(pieces), gradients=gradients)
 
 
-def _make_buckets(program: Program, blocks: Mapping[Value, tuple[Value, ...]]) -> list[Bucket]:
-    positions = {
+def _find_completed(program: Program, blocks: Mapping[Value, tuple[Value, ...]]) -> dict[Gradient, int]:
+    """The gradients, in the order in which they are completed, with the node after which they are."""
+    found = {
         item: max(program.positions[program.makers[value]] for value in blocks[item.input])
         for item in program.gradients
         if item.value is not None
     }
-    buckets: list[Bucket] = []
+    return dict(sorted(found.items(), key=lambda pair: pair[1]))
+
+
+def _choose_buckets(completed: Mapping[Gradient, int]) -> tuple[tuple[str, ...], ...]:
+    """Gradients that are completed one after the other, as many as fill a bucket."""
+    buckets: list[tuple[str, ...]] = []
     waiting: list[Gradient] = []
-
-    def close() -> None:
-        if waiting:
-            ready = max(positions[item] for item in waiting)
-            buckets.append(Bucket(len(buckets), tuple(waiting), ready))
-            waiting.clear()
-
-    for item in sorted(positions, key=positions.__getitem__):
+    for item in completed:
         kind = _type_of(item)
         if waiting and (_type_of(waiting[0]).dtype, _type_of(waiting[0]).device) != (kind.dtype, kind.device):
-            close()
+            buckets.append(tuple(other.input.name for other in waiting))
+            waiting = []
         waiting.append(item)
         if sum(_type_of(other).num_bytes for other in waiting) >= BUCKET_BYTES:
-            close()
-    close()
+            buckets.append(tuple(other.input.name for other in waiting))
+            waiting = []
+    return (*buckets, tuple(other.input.name for other in waiting)) if waiting else tuple(buckets)
+
+
+def _find_buckets(completed: Mapping[Gradient, int], names: Sequence[Sequence[str]]) -> list[Bucket]:
+    """The buckets with these names; raises CaptureError where other parameters have gradients here."""
+    by_name = {item.input.name: item for item in completed}
+    wanted = {name for bucket in names for name in bucket}
+    for name in sorted(wanted ^ by_name.keys()):
+        raise CaptureError(
+            f"parameter {name} has a gradient from some shards and none from others, because the model branches on "
+            f"values; ranks cannot add that up: train in one process, or let every shard use the parameter"
+        )
+    buckets, ready = [], 0
+    for number, bucket in enumerate(names):
+        gradients = tuple(by_name[name] for name in bucket)
+        ready = max(ready, *(completed[item] for item in gradients))  # sent in one order on all ranks
+        buckets.append(Bucket(number, gradients, ready))
     return buckets
 
 
@@ -123,7 +142,7 @@ def _finish(bucket: Bucket, transfer: Value, flat: Value, reduced: dict[Value, V
     """The nodes that wait for a bucket, and take it apart."""
     origin = Origin(", ".join(item.input.name for item in bucket.gradients[:3]))
     total = Value(f"reduced_{bucket.number}", flat.type)
-    nodes = [Node(FINISH_REDUCTION, (transfer, flat, LINK), {}, (total,), origin, Phase.BACKWARD)]
+    nodes = [Node(FINISH_REDUCTION, (flat, transfer, LINK), {}, (total,), origin, Phase.BACKWARD)]
     first = 0
     for item in bucket.gradients:
         kind = _type_of(item)

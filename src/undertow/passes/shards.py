@@ -53,7 +53,7 @@ class ShardPart:
         program, blocks = add_up_gradients(program, len(self.shards.tree.blocks(self.shards.held)))
         if self.link is None:
             return program
-        return gather_records(reduce_gradients(program, blocks, self.link.division, self.link.ranks.rank))
+        return gather_records(reduce_gradients(program, blocks, self.link))
 
     def use_records(self, program: Program) -> Program:
         """The Program that ends by bringing the buffers up to date, and returns the loss of the whole batch."""
