@@ -103,9 +103,10 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
     from undertow.cli.loading import running
     from undertow.cli.workloads import load_callbacks, load_user_code, load_workload, report_code
     from undertow.train.devices import choose_device
+    from undertow.train.environment import find_same_device, use_same_threads
     from undertow.train.folder import RunFolder, new_folder
     from undertow.train.progress import make_display
-    from undertow.train.run import Run, find_same_device, use_same_threads
+    from undertow.train.run import Run
 
     folder = RunFolder(Path(settings.out) if settings.out is not None else new_folder(settings))
     with ExitStack() as stack, running(f"training {settings.model} on {settings.data}"):

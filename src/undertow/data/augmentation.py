@@ -23,7 +23,7 @@ from undertow.errors import CallError, DataError
 
 CROP_PADDING = 8  # a side is padded by an eighth of it: 4 of 32 pixels (He et al., CVPR 2016, section 4.2)
 MOST_JITTER = 0.4  # the most that brightness, contrast and saturation change by (the Torch ImageNet recipe of 2016)
-# A box has this share of the image and this ratio of its sides (Szegedy et al., "Going deeper with convolutions", 2015).
+# A box has such a share of the image, and its sides such a ratio (Szegedy et al., "Going deeper with convolutions").
 BOX_SHARE, BOX_RATIO = [0.08, 1.0], [3 / 4, 4 / 3]
 BOX_SALT = 0x9E3779B9  # its draws are other ones than those after resizing; PyTorch reads 32 bits of a seed
 BATCHED = {CROP, FLIP}

@@ -80,8 +80,8 @@ def read_pictures(folder: Path, names: tuple[str, ...], label_file: str) -> Part
         channels, _, width = pixels.shape
         if (channels, width) != (3, SIDE * SIDE):
             raise DataError(
-                f"{path} has {channels} channels and rows of {width:,} pixels; a picture of CIFAR-10 has 3 channels and "
-                f"an image of {SIDE} x {SIDE} pixels in each row"
+                f"{path} has {channels} channels and rows of {width:,} pixels; a picture of CIFAR-10 has 3 "
+                f"channels and an image of {SIDE} x {SIDE} pixels in each row"
             )
         found.append(pixels.reshape(3, -1, SIDE, SIDE).transpose(0, 1).contiguous())
     images, labels = torch.cat(found), _read_labels(folder / label_file)
