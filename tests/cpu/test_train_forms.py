@@ -178,7 +178,9 @@ def test_metrics_and_a_loss_of_ones_own(capsys):
     words = ["train", "models.py:two", "--data", "loaders.py:several", *words]
     refuse(capsys, 2, "the metric failing failed: IndexError", *words, "--metric", "models.py:failing", "--out", "b")
     assert RunFolder(Path("b")).read_checkpoint().progress.step == 6  # the epoch was saved
-    refuse(capsys, 2, "the model returns tuple, but the loss takes one tensor", *words[:4], "--out", "c")
+    refuse(
+        capsys, 2, "the model returns tuple, but cross_entropy takes one tensor: give a loss", *words[:4], "--out", "c"
+    )
 
 
 def test_regression(capsys):
@@ -189,6 +191,24 @@ def test_regression(capsys):
     # The loss of two halves of equal size is the mean of squares.
     assert found["metrics"]["rmse"] ** 2 == pytest.approx(found["test_loss"], rel=1e-5)
     assert found["test_accuracy"] is None
+    words = ["train", "models.py:line", "--data", "loaders.py:numbers", "--loss", "mse_loss", "--out", "b"]
+    for name in ("f1", "errors,top5", "confusion"):
+        refuse(capsys, 2, "it counts classes, but what the model returns is not scores", *words, "--metrics", name)
+    assert not Path("b").exists()
+
+
+def test_parts_of_a_batch_that_the_model_does_not_take(capsys):
+    Path("named.py").write_text(
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader\n"
+        "class Net(nn.Linear):\n    def forward(self, x): return super().forward(x)\n"
+        "def make(): return Net(3, 2)\n"
+        "def loaders():\n    rows = [{'x': torch.ones(3), 'price': torch.ones(2)}] * 8\n"
+        "    return DataLoader(rows, 4), DataLoader(rows, 4)\n"
+    )
+    words = ["train", "named.py:make", "--data", "named.py:loaders", "--out", "a"]
+    refuse(capsys, 2, "go to it by name (x, price): Net.forward() got an unexpected keyword argument 'price'", *words)
+    words += ["--targets", "price", "--loss", "mse_loss", "--epochs", "1"]
+    assert run(capsys, *words)[0] == 0
 
 
 def test_metrics_beside_their_definition():
