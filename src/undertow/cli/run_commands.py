@@ -125,7 +125,7 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
             folder.check_is_free()
             folder.check_can_be_made()
         code = replace(load_user_code(settings), callbacks=load_callbacks(settings))
-        workload = load_workload(settings)
+        workload = load_workload(settings, device.type == "cuda")
         stack.callback(workload.close)
         if is_resumed:
             report_code(settings.model, settings.data, settings.loss, *(settings.metric or ()))

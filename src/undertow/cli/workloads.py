@@ -43,7 +43,7 @@ from undertow.train.run import UserCode, make_objective
 from undertow.train.workload import Workload, make_workload
 
 
-def load_workload(config: TrainConfig) -> Workload:
+def load_workload(config: TrainConfig, is_for_gpu: bool = False) -> Workload:
     """The model and the data of a run. The seed is set just before each is made."""
     check_augment(config.augment or ())
     if config.columns is not None:
@@ -79,6 +79,7 @@ def load_workload(config: TrainConfig) -> Workload:
         augment=config.augment or (),
         num_workers=config.workers,
         class_weights=None if config.class_weights is None else _weigh(source, weights),
+        is_for_gpu=is_for_gpu,
     )
 
 

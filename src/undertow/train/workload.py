@@ -73,6 +73,7 @@ def make_workload(
     augment: Sequence[str] = (),
     num_workers: int = 0,
     class_weights: torch.Tensor | None = None,
+    is_for_gpu: bool = False,
 ) -> Workload:
     """A model with the examples of a source; raises DataError if they are fewer than a batch."""
     if len(source.train) < batch:
@@ -83,7 +84,7 @@ def make_workload(
         train = Augmented(train, Augmentation(augment, source.preparation))
     return Workload(
         model,
-        make_train_loader(train, batch, num_workers),
+        make_train_loader(train, batch, num_workers, is_for_gpu),
         make_test_loader(source.test, batch, num_workers),
         source.preparation,
         source.classes,
