@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training_commands import refuse, run, users_folder
 
 from undertow.errors import CallError, DataError
@@ -456,3 +457,16 @@ def test_options_that_make_no_sense(capsys, words):
     code = 3 if words[0] == "--init" else 2
     refuse(capsys, code, OPTIONS[words], "train", "models.py:own", "--data", "loaders.py:whole", "--out", "a", *words)
     assert not Path("a").exists()
+
+
+def test_an_average_has_the_bits_of_pytorchs():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).double())
+    average, expected = Average(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for _ in range(4):
+        for item in model.state_dict().values():
+            item.add_(torch.randn(item.shape).to(item.dtype))
+        average.update()
+        expected.update_parameters(model)
+    assert hash_tensors(average.model.state_dict()) == hash_tensors(expected.module.state_dict())
+    assert int(average.state()["num_averaged"]) == 4
