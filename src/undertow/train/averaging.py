@@ -14,7 +14,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from undertow.train.checkpoint import NUM_AVERAGED, load_weights
 
-
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
