@@ -268,7 +268,7 @@ def test_a_recording_is_used_again_until_something_changes(monkeypatch, recordin
     check(2)
 
 
-def test_arguments_of_another_kind_are_recorded_anew(recordings):
+def test_arguments_of_another_kind_are_recorded_again(recordings):
     settings = Settings()
     per_example = ut.grad(kept_loss(settings), per_example=True)
     weight, x = torch.randn(3, 3), torch.randn(7, 3)
