@@ -108,7 +108,7 @@ class Stopwatch:
     """Times what runs inside `with`, without waiting for it: on a GPU by events."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
 
     def __enter__(self) -> Stopwatch:
         self._start = self._now()
@@ -121,7 +121,7 @@ class Stopwatch:
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     @property
@@ -143,9 +143,8 @@ class Arriving:
         for copy, tensor in zip(self._tensors, tensors, strict=True):
             copy.copy_(tensor.detach(), non_blocking=True)
         self._copied: torch.cuda.Event | None = None
-        if any(tensor.is_cuda for tensor in tensors):
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        if on_gpu := [tensor.device for tensor in tensors if tensor.is_cuda]:
+            self._copied = torch.cuda.current_stream(on_gpu[0]).record_event()
 
     def read(self) -> list[float]:
         """The numbers."""
