@@ -169,4 +169,6 @@ def test_the_layout_that_convolutions_take_on_a_gpu():
     model = Convolving(does_view=True).eval()
     assert "view size is not compatible" in try_channels_last(model, batch)
     assert model.convolution.weight.is_contiguous() and model(*batch.args).shape == (2, 2)
-    assert not use_channels_last(nn.Linear(3, 3))
+    assert not use_channels_last(nn.Linear(3, 3)) and try_channels_last(nn.Linear(3, 3), batch) == ""
+    assert "unexpected keyword" in try_channels_last(model, Batch((), {"y": batch.args[0]}, ()))
+    assert model.convolution.weight.is_contiguous()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from undertow.errors import UndertowError
 from undertow.record.capture import capture
 from undertow.train.batches import Batch
 
@@ -19,13 +18,16 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 def try_channels_last(model: nn.Module, batch: Batch) -> str | None:
-    """Lay out the model's convolutions, if it can be called with such a batch then; returns why it cannot."""
+    """Lay out the model's convolutions, if it can be called with such a batch then.
+
+    Returns None if it can, why it cannot, or nothing in words where there is no convolution over images.
+    """
     if not use_channels_last(model):
-        return "it has no convolution over images"
+        return ""
     try:
         with torch.no_grad():
             capture(model, batch.args, batch.kwargs)  # without data: it takes no memory
-    except (UndertowError, RuntimeError) as error:
+    except Exception as error:  # a call that is wrong in itself is refused when the model runs
         _lay_out(model, torch.contiguous_format)
         return str(error).strip().partition("\n")[0]
     return None

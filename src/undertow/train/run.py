@@ -240,7 +240,7 @@ class Run:
             use_channels_last(self.average.model)
         lay_out_state(self.optimizer)
         self._about["is_channels_last"] = reason is None
-        if reason is not None:
+        if reason:
             self.display.say(f"the model keeps the layout of its factory: {reason}")
 
     def batches(self, epoch: int, first: int) -> Batches:
