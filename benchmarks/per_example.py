@@ -4,8 +4,8 @@
 In: nothing. Out: benchmarks/results/per_example.json, which docs/how-the-backward-pass-is-derived.md shows.
 
 Calls are interleaved, and each round gives one ratio of times; medians and quartiles of the ratios are reported. Peak
-memory is the profiler's, of one further call each. Undertow records the function at every call, and that is counted:
-`recording_s` says how much it is, measured on a batch of one. GPUs are not measured.
+memory is the profiler's, of one further call each. Undertow records the function at the first call, which is not timed:
+`recording_s` says how long that takes, measured on a batch of one. GPUs are not measured.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ def make_calls(name: str, batch: int) -> tuple[dict[str, Callable[[], Any]], dic
             found.append(torch.autograd.grad(loss(leaves, x[index], target[index]), tuple(leaves.values())))
         return dict(zip(parameters, map(torch.stack, zip(*found, strict=True)), strict=True))
 
+    ours = ut.grad(loss, per_example=True)
+    theirs = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))
     return {
-        "undertow": lambda: ut.grad(loss, per_example=True)(parameters, x, target),
-        "torch_func": lambda: torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x, target),
+        "undertow": lambda: ours(parameters, x, target),
+        "torch_func": lambda: theirs(parameters, x, target),
         "loop": loop,
         "recording": lambda: ut.grad(loss, per_example=True)(parameters, x[:1], target[:1]),
     }, parameters

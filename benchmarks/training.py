@@ -28,8 +28,8 @@ from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
 from undertow.train.objective import Objective
 from undertow.train.optimizing import make_optimizer, set_learning_rates
-from undertow.train.progress import Silent, make_display
-from undertow.train.run import Run
+from undertow.train.progress import Display, Silent, make_display
+from undertow.train.run import Run, UserCode
 from undertow.train.schedules import make_schedule
 
 HALF, LEAST = "half of eager's peak", "the planner's minimum"
@@ -102,11 +102,16 @@ def train_eagerly(config: TrainConfig, num_steps: int) -> tuple[list[float], int
     return losses, peak
 
 
+def make_run(config: TrainConfig, folder: Path, display: Display) -> Run:
+    """A run on the CPU."""
+    return Run(config, load_workload(config), RunFolder(folder), display, torch.device("cpu"), UserCode())
+
+
 def find_minimum(config: TrainConfig) -> int:
     """The least peak that the planner finds for the step: it says so when it refuses a budget of one byte."""
     requested = replace(config, budget="1")
     try:
-        Run(requested, load_workload(requested), RunFolder(Path()), Silent()).prepare()
+        make_run(requested, Path(), Silent()).prepare()
     except InfeasibleBudget as refusal:
         return refusal.minimum_bytes
     raise AssertionError("a step within one byte")
@@ -123,7 +128,7 @@ def run_case(name: str, data: Path) -> dict[str, Any]:
     minimum = find_minimum(config)
     config = replace(config, budget=str(eager_peak // 2 if case.budget == HALF else minimum))
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(config, load_workload(config), RunFolder(Path(folder)), make_display())
+        run = make_run(config, Path(folder), make_display())
         run.prepare()
         result = run.train()
         curve = [item["loss"] for item in run.folder.read_metrics() if item["kind"] == "train"]

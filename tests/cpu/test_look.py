@@ -19,6 +19,7 @@ from undertow.data.preparation import Preparation
 from undertow.errors import CallError, DataError
 from undertow.look import looking
 from undertow.look.filters import draw_filter, filter_of
+from undertow.look.inputs import Inputs
 from undertow.look.layers import find_layers
 from undertow.look.looking import look_at
 from undertow.look.page import render_look
@@ -110,7 +111,7 @@ def test_units_that_stand_out_are_chosen():
 
 def test_pixels_have_autograds_bits():
     model, x = trained_norm(small_convnet()).eval(), torch.randn(6, 3, 12, 12)
-    for layer in find_layers(model, x):
+    for layer in find_layers(model, Inputs.of(x)):
         units = torch.arange(6) % layer.num_units
         depth = int(layer.path) + (2 if layer.path == "0" else 1)
         leaf = x.clone().requires_grad_()
@@ -118,7 +119,7 @@ def test_pixels_have_autograds_bits():
         positions = torch.arange(6) % responses.shape[2]
         chosen = responses[torch.arange(6), units, positions]
         (expected,) = torch.autograd.grad(chosen.sum(), leaf)
-        found = pixel_gradients(model, layer, x, units, positions, chosen.detach())
+        found = pixel_gradients(model, layer, Inputs.of(x), units, positions, chosen.detach())
         assert torch.equal(found, expected) and found.any()
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -127,7 +128,7 @@ def test_pixels_have_autograds_bits():
 def test_characters_have_autograds_derivative(name):
     model = SMALL[name].build().eval()
     (tokens,) = SMALL[name].example_inputs(3)
-    layers = find_layers(model, tokens)
+    layers = find_layers(model, Inputs.of(tokens))
     embedding = next(layer for layer in layers if layer.is_embedding)
     assert embedding.reads_input and embedding.reader is None
     kinds = {"char_gpt": ["Embedding", "Embedding", *["Linear"] * 5], "lstm": ["Embedding", "LSTM", "Linear"]}
@@ -138,18 +139,20 @@ def test_characters_have_autograds_derivative(name):
     chosen = model(tokens)[torch.arange(3), positions, units]
     handle.remove()
     (expected,) = torch.autograd.grad(chosen.sum(), vectors[0])
-    found = character_gradients(model, layer, embedding.module, tokens, units, positions, chosen.detach())
+    found = character_gradients(model, layer, embedding.module, Inputs.of(tokens), units, positions, chosen.detach())
     assert torch.equal(found, expected.norm(dim=-1))
     assert all(not row[position + 1 :].any() for row, position in zip(found, positions, strict=True))  # both are causal
 
 
 def test_where_layers_read_and_what_they_were_flattened_from():
-    first, second, last = find_layers(small_convnet().eval(), torch.randn(4, 3, 12, 12))
+    first, second, last = find_layers(small_convnet().eval(), Inputs.of(torch.randn(4, 3, 12, 12)))
     assert (first.reads_input, second.reads_input, last.reads_input) == (True, False, False)
     assert type(first.reader) is nn.BatchNorm2d and second.reader is second.module
     assert last.input_shape == (5, 4, 4)
     assert filter_of(last, 2).equal(last.module.weight[2].detach().view(5, 4, 4))
-    (mlp, *_) = find_layers(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5)).eval(), torch.randn(4, 3, 8, 8))
+    (mlp, *_) = find_layers(
+        nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5)).eval(), Inputs.of(torch.randn(4, 3, 8, 8))
+    )
     assert mlp.reads_input and mlp.input_shape == (3, 8, 8)
     assert draw_filter(mlp, 0, (3, 8, 8))[1] == "its filter, in the colours of the image"
 
@@ -157,14 +160,14 @@ def test_where_layers_read_and_what_they_were_flattened_from():
 def test_a_window_is_the_receptive_field():
     """LeNet-5: 5x5, then through 2x2 pooling 5 + 1 + 2 * 4 = 14. Pooling picks one of four, so a box may be smaller."""
     model, x = lenet5().eval(), torch.randn(9, 1, 28, 28)
-    conv1, conv2, *_ = find_layers(model, x)
+    conv1, conv2, *_ = find_layers(model, Inputs.of(x))
     for layer, field in ((conv1, 5), (conv2, 14)):
         units = torch.zeros(9, dtype=torch.int64)
         positions = torch.full((9,), 3)  # the fourth position of the first row
         with torch.no_grad():
             output = model.conv1(x) if layer is conv1 else model.conv2(model.pool(model.conv1(x)))
         expected = layer.responses(output)[:, 0, 3]
-        gradients = pixel_gradients(model, layer, x, units, positions, expected)
+        gradients = pixel_gradients(model, layer, Inputs.of(x), units, positions, expected)
         step = 1 if layer is conv1 else 2
         for window in find_windows(gradients):
             top, left, height, width = window.box
@@ -261,16 +264,51 @@ def test_a_shuffled_loader_is_read_in_one_order():
     assert look.num_examples == 50 and torch.equal(torch.get_rng_state(), state)
 
 
+class Several(nn.Module):
+    """A table and an image, by name; the shown input is not the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.image = nn.Linear(5, 6), nn.Conv2d(3, 4, 3)
+        self.both = nn.Linear(6 + 4, 3)
+
+    def forward(self, table, image, scale):
+        seen = torch.relu(self.image(image)).amax((2, 3)) * scale
+        return self.both(torch.cat([torch.relu(self.table(table)), seen], 1))
+
+
+def test_a_model_of_several_inputs():
+    torch.manual_seed(0)
+    table, images, labels = torch.randn(20, 5), torch.rand(20, 3, 8, 8), torch.arange(20) % 3
+    scale = torch.tensor(2.0)  # has no part for each example
+    rows = [
+        ({"table": table[i : i + 6], "image": images[i : i + 6], "scale": scale}, labels[i : i + 6])
+        for i in (0, 6, 12, 18)
+    ]
+    model = Several().eval()
+    look = look_at(model, rows, **OPTIONS)
+    assert [view.layer.path for view in look.views] == ["image", "table", "both"] and look.num_examples == 20
+    assert look.input_name == "image" and "image is shown; the others are those" in render_look(look)
+    with torch.no_grad():
+        scores = model(table, images, scale)
+    for unit in look.views[2].units:
+        best = unit.samples[0]
+        assert best.example == int(scores[:, unit.unit].argmax()) and torch.equal(best.inputs, images[best.example])
+        image = images[best.example, None].clone().requires_grad_()
+        model(table[best.example, None], image, scale)[0, unit.unit].backward()
+        # The example was differentiated in a batch of others: sums of at most 27 products, in another order.
+        bound = 64 * torch.finfo(torch.float32).eps * float(image.grad.abs().max())
+        assert float((best.gradient - image.grad[0]).abs().max()) <= bound
+    # A table does not depend on the image.
+    assert all(not sample.gradient.any() for unit in look.views[1].units for sample in unit.samples)
+
+
 def test_what_cannot_be_shown_is_refused():
     vectors, deep = loader_of(12), loader_of(2, 3, 4, 4)
     with pytest.raises(CallError, match="nothing can be shown: the model calls no convolution"):
         look_at(nn.Sequential(nn.LayerNorm(12), nn.Tanh()), vectors, **OPTIONS)
-    with pytest.raises(CallError, match=r"nothing can be shown: inputs are torch.float32 of shape \[8, 2, 3, 4, 4\]"):
+    with pytest.raises(CallError, match=r"nothing can be shown: inputs are input 1: torch.float32 \[8, 2, 3, 4, 4\]"):
         look_at(nn.Conv3d(2, 2, 1), deep, **OPTIONS)
-    pairs = DataLoader(TensorDataset(torch.randn(8, 3), torch.randn(8, 3), torch.arange(8)), 4)
-    options = OPTIONS | {"read": lambda raw: read_batch(((raw[0], raw[1]), raw[2]))}
-    with pytest.raises(CallError, match="the model is called with argument 0, argument 1"):
-        look_at(nn.Bilinear(3, 3, 2), pairs, **options)
     with pytest.raises(DataError, match="no test data"):
         look_at(nn.Linear(12, 2), [], **OPTIONS)
 

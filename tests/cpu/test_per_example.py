@@ -1,11 +1,16 @@
 """`ut.grad(f, per_example=True)` against `torch.func.vmap(torch.func.grad(f))`, and against one example at a time."""
 
+import gc
+import sys
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 
 import undertow as ut
+from undertow.api import functional
 from undertow.models import SMALL
 from undertow.runtime.measure import measure_call
 
@@ -180,3 +185,114 @@ def test_no_more_memory_than_torch_func():
     ours = measure_call(lambda: ut.grad(loss, per_example=True)(*arguments), [*weights, x])
     theirs = measure_call(lambda: torch.func.vmap(torch.func.grad(loss), (None, 0))(*arguments), [*weights, x])
     assert ours.peak_bytes <= theirs.peak_bytes
+
+
+SCALE = 2.0
+
+
+class Settings:
+    def __init__(self):
+        self.inner = {"powers": [2, 3]}
+        self.network = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval()
+        self.shift = torch.ones(3)
+
+
+def helper(h):
+    return (h * SCALE).sum()
+
+
+def kept_loss(settings):
+    def loss(weight, x, power=1):
+        h = settings.network(x @ weight + settings.shift) ** power
+        return helper(h) ** settings.inner["powers"][0]
+
+    return loss
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    found = []
+    plain = functional.capture
+    monkeypatch.setattr(functional, "capture", lambda *args: found.append(args[0]) or plain(*args))
+    return found
+
+
+def change_global(settings, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
+
+
+def change_helper(settings, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "helper", lambda h: h.square().sum())
+
+
+def change_code(settings, monkeypatch):
+    monkeypatch.setattr(helper, "__code__", (lambda h: (h * h).sum()).__code__)
+
+
+CHANGES = {
+    "a global": change_global,
+    "a function": change_helper,
+    "its code": change_code,
+    "deep in a container": lambda settings, _: settings.inner["powers"].__setitem__(0, 3),
+    "a mode": lambda settings, _: settings.network.train(),
+    "a module": lambda settings, _: settings.network.__setitem__(1, nn.Tanh()),
+    "a parameter": lambda settings, _: setattr(settings.network[0], "weight", nn.Parameter(torch.eye(3))),
+    "a tensor": lambda settings, _: setattr(settings, "shift", torch.zeros(3)),
+    "a hook": lambda settings, _: settings.network[0].register_forward_hook(lambda module, args, out: 2 * out),
+    "a default": lambda settings, _: settings.loss.__setattr__("__defaults__", (2,)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_recording_is_used_again_until_something_changes(monkeypatch, recordings, change):
+    torch.manual_seed(0)
+    settings = Settings()
+    settings.loss = loss = kept_loss(settings)
+    per_example = ut.grad(loss, per_example=True)
+    weight, x = torch.randn(3, 3), torch.randn(7, 3)
+
+    def check(num_recordings):
+        torch.manual_seed(1)
+        expected = torchs(loss, (weight, x), (None, 0))[1]
+        torch.manual_seed(1)
+        assert torch.equal(per_example(weight, x), expected) and len(recordings) == num_recordings
+
+    check(1)
+    check(1)
+    settings.shift.mul_(2)  # numbers are read at every call
+    weight = weight + 1
+    x = torch.randn(5, 3)  # as is the number of examples
+    check(1)
+    CHANGES[change](settings, monkeypatch)
+    check(2)
+    check(2)
+
+
+def test_arguments_of_another_kind_are_recorded_again(recordings):
+    settings = Settings()
+    per_example = ut.grad(kept_loss(settings), per_example=True)
+    weight, x = torch.randn(3, 3), torch.randn(7, 3)
+    for num, args in enumerate([(weight, x), (weight.T, x), (weight, x, 3), (weight, x, 3.0)], start=1):
+        per_example(*args)
+        per_example(*args)
+        assert len(recordings) == num
+    with torch.autocast("cpu", torch.bfloat16):
+        per_example(weight, x)
+    assert len(recordings) == 5
+
+
+def test_what_cannot_be_looked_into_is_recorded_at_every_call(recordings):
+    numbers = iter([1.0, 2.0, 3.0])
+    per_example = ut.grad(lambda weight, x: (weight * x).sum() * next(numbers), per_example=True)
+    found = [per_example(torch.ones(2), torch.ones(3, 2)) for _ in range(3)]
+    assert [float(item[0, 0]) for item in found] == [1.0, 2.0, 3.0] and len(recordings) == 3
+
+
+def test_a_recording_holds_no_arguments():
+    per_example = ut.grad(lambda weight, x: (weight @ x).sum(), per_example=True)
+    weight, x = torch.ones(2, 2), torch.ones(3, 2)
+    per_example(weight, x)
+    given = weakref.ref(weight), weakref.ref(x)
+    del weight, x
+    gc.collect()
+    assert [item() for item in given] == [None, None]

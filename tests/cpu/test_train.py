@@ -249,17 +249,17 @@ def test_ctrl_c_saves_and_stops(capsys, monkeypatch):
     from undertow.train.run import Run
 
     before = signal.getsignal(signal.SIGINT)
-    plain = Run.run_batches
+    plain = Run.start_update
 
     def interrupted(self, *batches):
         if self.progress.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return plain(self, *batches)
 
-    monkeypatch.setattr(Run, "run_batches", interrupted)
+    monkeypatch.setattr(Run, "start_update", interrupted)
     code, out, err = run(capsys, *PLAN, "--out", "a", "--json")
     assert code == 130 and json.loads(out)["stopped"] == "interrupted" and json.loads(out)["steps"] == 4
-    monkeypatch.setattr(Run, "run_batches", plain)
+    monkeypatch.setattr(Run, "start_update", plain)
     code, out, _ = run(capsys, "train", "--resume", "a", "--json")
     assert code == 0 and json.loads(out)["weights_sha256"] == whole["weights_sha256"]
 
@@ -268,7 +268,7 @@ def test_ctrl_c_saves_and_stops(capsys, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         return plain(self, *batches)
 
-    monkeypatch.setattr(Run, "run_batches", twice)
+    monkeypatch.setattr(Run, "start_update", twice)
     refuse(capsys, 130, "stopped immediately", *PLAN, "--out", "b")
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -277,7 +277,7 @@ def test_sigterm_saves_and_stops_however_often(capsys, monkeypatch):
     from undertow.train.run import Run
 
     whole = train(capsys, "--out", "whole")
-    before, plain = signal.getsignal(signal.SIGTERM), Run.run_batches
+    before, plain = signal.getsignal(signal.SIGTERM), Run.start_update
 
     def terminated(self, *group):
         if self.progress.step == 3:
@@ -285,11 +285,11 @@ def test_sigterm_saves_and_stops_however_often(capsys, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(self, *group)
 
-    monkeypatch.setattr(Run, "run_batches", terminated)
+    monkeypatch.setattr(Run, "start_update", terminated)
     code, out, err = run(capsys, *PLAN, "--out", "a", "--json")
     assert code == 143 and json.loads(out)["stopped"] == "terminated" and json.loads(out)["steps"] == 4
     assert signal.getsignal(signal.SIGTERM) is before
-    monkeypatch.setattr(Run, "run_batches", plain)
+    monkeypatch.setattr(Run, "start_update", plain)
     code, out, _ = run(capsys, "train", "--resume", "a", "--json")
     assert code == 0 and json.loads(out)["weights_sha256"] == whole["weights_sha256"]
 
@@ -298,13 +298,13 @@ def test_signals_that_are_ignored_stay_so(capsys, monkeypatch):
     # As when a shell without a terminal starts a command in the background.
     from undertow.train.run import Run
 
-    plain = Run.run_batches
+    plain = Run.start_update
 
     def interrupted(self, *group):
         os.kill(os.getpid(), signal.SIGINT)
         return plain(self, *group)
 
-    monkeypatch.setattr(Run, "run_batches", interrupted)
+    monkeypatch.setattr(Run, "start_update", interrupted)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         code, out, _ = run(capsys, *PLAN, "--out", "a", "--json")

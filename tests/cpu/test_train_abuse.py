@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from training_commands import PLAN, refuse, run, train
 
+from undertow.cli.workloads import load_trained
 from undertow.data.images import decode_image
 from undertow.errors import DataError
 from undertow.train.checkpoint import save_checkpoint
@@ -277,7 +278,14 @@ def test_numbers_are_not_shown_as_probabilities(capsys):
     save_data(y=lambda y: y[:, None].astype("float32"))
     words = ["train", "models.py:one", "--loss", "mse_loss", "--data", "changed.npz", "--max-steps", "2", "--out", "a"]
     assert run(capsys, *words)[0] == 0
-    refuse(capsys, 2, "its outputs are not probabilities of classes", "predict", "a", "data.npz")
+    code, out, _ = run(capsys, "predict", "a", "data.npz", "--json")
+    found = json.loads(out)
+    assert code == 0 and found[0].keys() == {"input", "outputs"}
+    trained = load_trained("a", "cpu")
+    inputs = trained.preparation(torch.from_numpy(numpy.load("data.npz")["x"][5:6]))
+    with torch.no_grad():
+        assert found[5]["outputs"] == trained.model.eval()(inputs)[0].tolist()
+    assert run(capsys, "predict", "a", "data.npz")[1].startswith("data.npz[0]: [")
 
 
 def test_classes_that_cannot_be_seen():

@@ -1,7 +1,7 @@
 """`undertow train` with data options, through the command line: workers, augmentation, validation, class weights.
 
 Whether torchvision is there or not, a stand-in for its transforms shows that draws depend on seed, epoch and place
-alone. What torchvision itself does is tested where it can be imported.
+alone. That `crop` and `flip` are torchvision's, and what else it does, is tested where it can be imported.
 """
 
 import importlib
@@ -21,6 +21,7 @@ from training_commands import refuse, run, users_folder
 
 from undertow.cli.workloads import load_workload
 from undertow.data.augmentation import Augmentation, import_transforms
+from undertow.data.images import decode_image
 from undertow.data.preparation import Preparation
 from undertow.errors import CallError
 from undertow.train.config import TrainConfig
@@ -53,12 +54,16 @@ import types
 import torch
 import undertow.data.augmentation
 
-def maker(*unused, **named): return lambda image: image + 0.1 * torch.rand(image.shape[-1])
-names = ("RandomCrop", "RandomHorizontalFlip", "ColorJitter")
-undertow.data.augmentation.import_transforms = lambda: types.SimpleNamespace(**dict.fromkeys(names, maker))
+def jitter(*unused): return lambda image: image + 0.1 * torch.rand(image.shape[-1])
+class Box:
+    def get_params(image, share, ratio):
+        top, left = (int(torch.randint(side - 4, ())) for side in image.shape[-2:])
+        return top, left, 4, 4
+made = types.SimpleNamespace(ColorJitter=jitter, RandomResizedCrop=Box)
+undertow.data.augmentation.import_transforms = lambda: made
 """
 WORDS = ["train", "models.py:make", "--data", "images", "--image-size", "8", "--batch", "8", "--epochs", "3"]
-CHANGED = [*WORDS, "--augment", "crop,flip", "--validation", "0.2", "--save-every", "1", "--json"]
+CHANGED = [*WORDS, "--augment", "resized-crop,crop,flip,jitter", "--validation", "0.2", "--save-every", "1", "--json"]
 
 
 @pytest.fixture(autouse=True)
@@ -241,7 +246,7 @@ def test_a_file_that_a_worker_cannot_read_is_named(capsys, folder):
 WRONG = {
     ("--image-size", "0"): (2, "--image-size 0: give one number of pixels"),
     ("--image-size", "8x8x8"): (2, "--image-size 8x8x8"),
-    ("--augment", "crop,spin"): (2, "there is no 'spin'; it takes crop, flip, jitter"),
+    ("--augment", "crop,spin"): (2, "there is no 'spin'; it takes resized-crop, crop, flip, jitter"),
     ("--augment", "flip,flip"): (2, "a name is given twice"),
     ("--validation", "0"): (2, "a share is between 0 and 1"),
     ("--validation", "1.0"): (2, "a share is between 0 and 1"),
@@ -285,7 +290,9 @@ def test_data_that_cannot_be_trained_on(capsys, folder):
 def test_augmentation_without_torchvision(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.delitem(sys.modules, "torchvision.transforms", raising=False)
-    refuse(capsys, 2, "torchvision, which is not installed: pip install torchvision", *WORDS, "--augment", "flip")
+    for name in ("jitter", "flip,resized-crop"):
+        refuse(capsys, 2, "torchvision, which is not installed: pip install torchvision", *WORDS, "--augment", name)
+    finish(capsys, *WORDS, "--augment", "crop,flip", "--json", "--out", "a")
 
 
 def transforms():
@@ -295,30 +302,77 @@ def transforms():
         pytest.skip(str(error))
 
 
-def test_torchvisions_transforms():
-    transforms()
-    images = torch.rand(64, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    seeds = list(range(64))
-    preparation = Preparation((3, 16, 16), 255.0)
+def images_of(*shape):
+    return torch.rand(64, *shape, generator=torch.Generator().manual_seed(0)), [17 * index for index in range(64)]
+
+
+def test_crops_and_flips_of_a_batch():
+    images, seeds = images_of(3, 16, 24)
+    preparation = Preparation((3, 16, 24), 255.0)
     state = torch.get_rng_state()
-    flipped = Augmentation(["flip"], preparation)(images, seeds)
+    flipped = Augmentation(["flip"], preparation).apply(images, seeds)
     same = [bool(torch.equal(a, b)) for a, b in zip(flipped, images, strict=True)]
     mirrored = [bool(torch.equal(a, b.flip(-1))) for a, b in zip(flipped, images, strict=True)]
     assert all(a != b for a, b in zip(same, mirrored, strict=True)) and 0 < sum(same) < 64
-    cropped = Augmentation(["crop"], preparation)(images, seeds)
-    # Each is a piece of the padded image: two pixels of black around it.
-    for found, image in zip(cropped, torch.nn.functional.pad(images, (2, 2, 2, 2)), strict=True):
-        pieces = [image[:, y : y + 16, x : x + 16] for y in range(5) for x in range(5)]
-        assert any(torch.equal(found, piece) for piece in pieces)
+    cropped = Augmentation(["crop"], preparation).apply(images, seeds)
+    places = set()
+    # Each is a piece of the padded image: two rows of black above and below, three columns at the sides.
+    for found, image in zip(cropped, torch.nn.functional.pad(images, (3, 3, 2, 2)), strict=True):
+        pieces = {(y, x): image[:, y : y + 16, x : x + 24] for y in range(5) for x in range(7)}
+        places |= {place for place, piece in pieces.items() if torch.equal(found, piece)}
+    assert len(places) > 20 and {y for y, _ in places} == set(range(5)) and {x for _, x in places} == set(range(7))
+    both = Augmentation(["crop", "flip"], preparation)
+    whole = both.apply(images, seeds)
+    assert torch.equal(whole[40:], both.apply(images[40:], seeds[40:])) and torch.equal(torch.get_rng_state(), state)
+    # An image whose sides are less than eight pixels has no padding.
+    tiny = images[:, :, :7, :7]
+    assert torch.equal(Augmentation(["crop"], Preparation((3, 7, 7), 255.0)).apply(tiny, seeds), tiny)
+
+
+def test_crops_and_flips_are_torchvisions():
+    v2 = transforms()
+    images, seeds = images_of(3, 16, 24)
+    makers = {"crop": lambda: v2.RandomCrop((16, 24), padding=[3, 2]), "flip": v2.RandomHorizontalFlip}
+    for names in (["crop"], ["flip"], ["crop", "flip"], ["flip", "crop"]):
+        own = Augmentation(names, Preparation((3, 16, 24), 255.0)).apply(images, seeds)
+        for found, image, seed in zip(own, images, seeds, strict=True):
+            torch.manual_seed(seed)
+            for name in names:
+                image = makers[name]()(image)
+            assert torch.equal(found, image)
+
+
+def test_torchvisions_transforms():
+    v2 = transforms()
+    images, seeds = images_of(3, 16, 24)
+    preparation = Preparation((3, 16, 24), 255.0)
+    state = torch.get_rng_state()
     every = Augmentation(["crop", "flip", "jitter"], preparation)
-    whole = every(images, seeds)
-    assert torch.equal(whole[40:], every(images[40:], seeds[40:])) and whole.min() >= 0 and whole.max() <= 1
-    assert torch.equal(torch.get_rng_state(), state)
+    whole = every.apply(images, seeds)
+    assert torch.equal(whole[40:], every.apply(images[40:], seeds[40:])) and whole.min() >= 0 and whole.max() <= 1
+    boxes = Augmentation(["resized-crop"], preparation)
+    areas = [boxes.cut(image, seed)[0].numel() / (16 * 24) for image, seed in zip(images, seeds, strict=True)]
+    assert min(areas) < 0.3 and max(areas) > 0.7 and torch.equal(torch.get_rng_state(), state)
+    assert v2.RandomResizedCrop((16, 24)).scale == (0.08, 1.0)
+
+
+def test_a_box_is_cut_before_the_image_is_resized():
+    importlib.import_module("stand_in")
+    workload = load_workload(
+        TrainConfig("models.py:make", data="images", image_size="8", batch=8, augment=["resized-crop"], normalise="0/1")
+    )
+    augmented = workload.train_loader.dataset
+    example = 5
+    inputs, _ = augmented.fetch([(example, 3)])
+    pixels = decode_image(Path(augmented.examples.paths[example])) / 255
+    pieces = [pixels[None, :, y : y + 4, x : x + 4] for y in range(pixels.shape[1] - 4) for x in range(3)]
+    resized = [workload.preparation.resize(piece) for piece in pieces]
+    assert sum(torch.equal(inputs, item) for item in resized) == 1
 
 
 def test_torchvision_on_the_command_line(capsys):
     transforms()
-    words = [*WORDS, "--augment", "crop,flip,jitter", "--json"]
+    words = [*WORDS, "--augment", "resized-crop,crop,flip,jitter", "--json"]
     whole = finish(capsys, *words, "--out", "whole")
     assert finish(capsys, *words, "--workers", "2", "--out", "two") == whole
     vectors = ["train", "models.py:vectors", "--data", "data.npz", "--out", "a"]

@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training_commands import refuse, run, users_folder
 
 from undertow.errors import CallError, DataError
@@ -178,7 +179,9 @@ def test_metrics_and_a_loss_of_ones_own(capsys):
     words = ["train", "models.py:two", "--data", "loaders.py:several", *words]
     refuse(capsys, 2, "the metric failing failed: IndexError", *words, "--metric", "models.py:failing", "--out", "b")
     assert RunFolder(Path("b")).read_checkpoint().progress.step == 6  # the epoch was saved
-    refuse(capsys, 2, "the model returns tuple, but the loss takes one tensor", *words[:4], "--out", "c")
+    refuse(
+        capsys, 2, "the model returns tuple, but cross_entropy takes one tensor: give a loss", *words[:4], "--out", "c"
+    )
 
 
 def test_regression(capsys):
@@ -189,6 +192,24 @@ def test_regression(capsys):
     # The loss of two halves of equal size is the mean of squares.
     assert found["metrics"]["rmse"] ** 2 == pytest.approx(found["test_loss"], rel=1e-5)
     assert found["test_accuracy"] is None
+    words = ["train", "models.py:line", "--data", "loaders.py:numbers", "--loss", "mse_loss", "--out", "b"]
+    for name in ("f1", "errors,top5", "confusion"):
+        refuse(capsys, 2, "it counts classes, but what the model returns is not scores", *words, "--metrics", name)
+    assert not Path("b").exists()
+
+
+def test_parts_of_a_batch_that_the_model_does_not_take(capsys):
+    Path("named.py").write_text(
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader\n"
+        "class Net(nn.Linear):\n    def forward(self, x): return super().forward(x)\n"
+        "def make(): return Net(3, 2)\n"
+        "def loaders():\n    rows = [{'x': torch.ones(3), 'price': torch.ones(2)}] * 8\n"
+        "    return DataLoader(rows, 4), DataLoader(rows, 4)\n"
+    )
+    words = ["train", "named.py:make", "--data", "named.py:loaders", "--out", "a"]
+    refuse(capsys, 2, "go to it by name (x, price): Net.forward() got an unexpected keyword argument 'price'", *words)
+    words += ["--targets", "price", "--loss", "mse_loss", "--epochs", "1"]
+    assert run(capsys, *words)[0] == 0
 
 
 def test_metrics_beside_their_definition():
@@ -302,7 +323,7 @@ def test_a_network_of_timm_from_its_own_file(capsys):
         "w.safetensors",
     ]
     code, _, err = run(capsys, *words, "--freeze", "layer1.*,bn1.*")
-    assert code == 0 and "2 of another shape, left as made: fc.weight" in err
+    assert code == 0 and "2 of another shape, left as made: fc.bias" in err
     weights = RunFolder(Path("a")).read_checkpoint().weights()
     kept = [name for name, item in source.state_dict().items() if name.startswith(("layer1", "bn1"))]
     assert all(torch.equal(weights[name], source.state_dict()[name]) for name in kept)
@@ -436,3 +457,16 @@ def test_options_that_make_no_sense(capsys, words):
     code = 3 if words[0] == "--init" else 2
     refuse(capsys, code, OPTIONS[words], "train", "models.py:own", "--data", "loaders.py:whole", "--out", "a", *words)
     assert not Path("a").exists()
+
+
+def test_an_average_has_the_bits_of_pytorchs():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).double())
+    average, expected = Average(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for _ in range(4):
+        for item in model.state_dict().values():
+            item.add_(torch.randn(item.shape).to(item.dtype))
+        average.update()
+        expected.update_parameters(model)
+    assert hash_tensors(average.model.state_dict()) == hash_tensors(expected.module.state_dict())
+    assert int(average.state()["num_averaged"]) == 4

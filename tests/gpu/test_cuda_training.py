@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -31,6 +32,16 @@ class Own(nn.Module):
         logits = self.body(x)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 def own(): return Own()
+class Convolving(nn.Module):
+    def __init__(self, does_view):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU())
+        self.out, self.does_view = nn.Linear(16 * 12 * 12, 4), does_view
+    def forward(self, x):
+        hidden = self.body(x)
+        return self.out(hidden.view(len(x), -1) if self.does_view else hidden.flatten(1))
+def flattening(): return Convolving(False)
+def viewing(): return Convolving(True)
 """
 LOADERS = """
 import torch
@@ -133,6 +144,73 @@ def test_a_step_with_a_changing_rate_is_one_graph(capsys):
     finally:
         Run._plan = plan
     assert any("captured as a CUDA graph, which holds" in line for line in steps[0].plan.notes)
+
+
+def images(folder):
+    draw = numpy.random.default_rng(0)
+    numpy.savez(
+        folder / "images.npz", x=draw.integers(0, 256, (200, 3, 16, 16)).astype("uint8"), y=numpy.arange(200) % 4
+    )
+
+
+@pytest.mark.parametrize("numerics", ["exact", "bf16"])
+def test_images_with_augmentation_and_workers_resume_to_the_same_bits(capsys, tmp_path, numerics):
+    images(tmp_path)
+    words = ("models.py:flattening", "--data", "images.npz", "--augment", "crop,flip", "--nesterov", "--ema", "0.9")
+    words = (*words, "--numerics", numerics, "--epochs", "3", "--schedule", "cosine", "--batch", "32")
+    whole = train(capsys, *words, "--out", "whole")
+    train(capsys, *words, "--out", "parts", "--max-steps", "7", "--workers", "2")
+    resumed = train(capsys, "--resume", "parts", "--max-steps", "1000", "--workers", "3")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    about = RunFolder(Path("whole")).read_checkpoint().about
+    assert about.get("is_channels_last") is (True if numerics == "bf16" else None)
+    for command in (["evaluate", "whole"], ["evaluate", "whole", "--device", "cpu"], ["report", "whole"]):
+        assert main(command) == 0
+
+
+def test_a_model_that_views_keeps_its_layout(capsys, tmp_path):
+    images(tmp_path)
+    words = ["train", "models.py:viewing", "--data", "images.npz", "--numerics", "bf16", "--max-steps", "2"]
+    code = main([*words, "--out", "a"])
+    _, err = capsys.readouterr()
+    assert code == 0 and "the model keeps the layout of its factory: view size is not compatible" in err
+
+
+def test_no_step_waits_for_the_gpu(capsys, monkeypatch):
+    from undertow.train.run import Run
+
+    start, num_checked = Run.start_update, []
+
+    def strict(self, group):
+        if self.progress.step < 8:  # kernels are chosen, and the graph is captured
+            return start(self, group)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            num_checked.append(self.progress.step)
+            return start(self, group)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Run, "start_update", strict)
+    words = ("models.py:make", "--data", "loaders.py:pairs", "--epochs", "3", "--optimizer", "adamw", "--ema", "0.9")
+    train(capsys, *words, "--schedule", "cosine", "--gradient-norm", "--out", "a")
+    assert len(num_checked) == 16
+
+
+def test_losses_are_read_one_step_late(capsys):
+    Path("calls.py").write_text(
+        "seen = []\ndef on_step(record):\n    seen.append(record['step'])\n    return record['step'] == 5\n"
+        "def on_end(result): open('seen', 'w').write(repr(seen))\n"
+    )
+    words = ("models.py:make", "--data", "loaders.py:pairs", "--epochs", "3", "--callbacks", "calls.py")
+    assert train(capsys, *words, "--out", "a")["steps"] == 6 and json.loads(Path("seen").read_text()) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_a_loader_that_takes_half_a_step_is_hidden():

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import pickle
 import struct
 import zipfile
@@ -11,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from undertow.data.cifar import RECORD_BYTES, TEST_FILE, TRAIN_FILES
+from undertow.data.cifar import LABEL_FILES, RECORD_BYTES, TEST_NAME, TRAIN_NAMES
 from undertow.data.examples import split_fixed
 from undertow.data.idx import read_idx
 from undertow.data.opening import open_data
@@ -126,20 +127,61 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_cifar(tmp_path):
-    for number, name in enumerate((*TRAIN_FILES, TEST_FILE)):
+    test_file = f"{TEST_NAME}.bin"
+    for number, name in enumerate((*TRAIN_NAMES, TEST_NAME)):
         records = images(3, RECORD_BYTES, seed=number)
         records[:, 0] = [1, 9, number]
-        (tmp_path / name).write_bytes(records.tobytes())
+        (tmp_path / f"{name}.bin").write_bytes(records.tobytes())
     source = open_data(str(tmp_path), None)
     assert len(source.train) == 15 and source.classes[9] == "truck"
     inputs, target = source.train[5]
     assert inputs.shape == (3, 32, 32) and target == 1
-    (tmp_path / TEST_FILE).write_bytes(bytes([10]) + bytes(RECORD_BYTES - 1))
+    (tmp_path / test_file).write_bytes(bytes([10]) + bytes(RECORD_BYTES - 1))
     with pytest.raises(DataError, match="label of record 0 is 10, out of range"):
         open_data(str(tmp_path), None)
-    (tmp_path / TEST_FILE).write_bytes(bytes(RECORD_BYTES + 1))
+    (tmp_path / test_file).write_bytes(bytes(RECORD_BYTES + 1))
     with pytest.raises(DataError, match="records of CIFAR-10"):
         open_data(str(tmp_path), None)
+
+
+def test_cifar_as_pictures_is_the_binary_version(tmp_path):
+    binary, pictures = tmp_path / "binary", tmp_path / "pictures"
+    binary.mkdir()
+    pictures.mkdir()
+    labels = []
+    for number, name in enumerate((*TRAIN_NAMES, TEST_NAME)):
+        records = images(2, RECORD_BYTES, seed=number)
+        records[:, 0] %= 10
+        (binary / f"{name}.bin").write_bytes(records.tobytes())
+        labels += records[:, 0].tolist()
+        # A row of the picture is an image: its pixels one after the other, each with its three colours.
+        rows = records[:, 1:].reshape(2, 3, 1024).transpose(0, 2, 1)
+        Image.fromarray(numpy.ascontiguousarray(rows)).save(pictures / f"{name}.png")
+    for name, part in zip(LABEL_FILES, (labels[:10], labels[10:]), strict=True):
+        (pictures / name).write_text(json.dumps(part))
+    wanted, found = (open_data(str(folder), None) for folder in (binary, pictures))
+    for a, b in ((wanted.train, found.train), (wanted.test, found.test)):
+        assert torch.equal(a.inputs, b.inputs) and torch.equal(a.targets, b.targets)
+    assert wanted.preparation == found.preparation and wanted.classes == found.classes
+    path = pictures / LABEL_FILES[1]
+    for text, why in (
+        ("[1, 10]", "label of record 1 is 10"),
+        ("[1, 2, 3]", "has 3 labels, but the pictures hold 2"),
+        ("[1, 99999999999999999999]", "out of range"),
+        ('{"a": 1}', "must hold a list of labels"),
+        ("[true, 1]", "must hold a list of labels"),
+        ("[1,", "cannot be read as labels"),
+        ("[" * 100_000, "cannot be read as labels"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=why):
+            open_data(str(pictures), None)
+    Image.fromarray(images(2, 1000, 3)).save(pictures / "test_batch.png")
+    with pytest.raises(DataError, match="rows of 1,000 pixels"):
+        open_data(str(pictures), None)
+    (pictures / "data_batch_3.png").unlink()
+    with pytest.raises(DataError, match=r"data_batch_3\.png"):
+        open_data(str(pictures), None)
 
 
 def write_images(folder, names, count):

@@ -24,6 +24,8 @@ NUM_PARAMETERS = {
     "alexnet": 60_965_224,
     "vgg16": 138_357_544,
     "resnet50": 25_557_032,
+    # The published ResNet-18 has 11,689,512: with a stem of 7x7 and 1,000 classes.
+    "resnet18_small": 11_689_512 - 3 * 64 * (49 - 9) - 513 * (1000 - 10),
     "gpt": 124_439_808,
     # Embedding, two layers of four gates with two biases each, output layer: "20 million" in Zaremba et al.
     "lstm": 10_000 * 650 + 2 * 4 * (650 * 650 * 2 + 2 * 650) + 10_000 * (650 + 1),
@@ -45,6 +47,7 @@ OUTPUT_SHAPES = {
     "vgg16": (2, 1000),
     "vgg_small": (2, 10),
     "resnet50": (2, 1000),
+    "resnet18_small": (2, 10),
     "unet": (2, 2, 256, 256),
     "gpt": (2, 256, 50257),
     "char_gpt": (2, 64, 65),

@@ -32,6 +32,7 @@ from undertow.ops.own import bind
 from undertow.record.capture import capture
 from undertow.record.lazy_modules import refuse_lazy
 from undertow.report.columns import wrap
+from undertow.runtime.code import compile_program
 from undertow.runtime.direct import DirectRun
 
 SAFETY = 8.0
@@ -280,7 +281,7 @@ class _Subject:
         given = [environment[item.value] for item in program.inputs]
         joint = differentiate(program, program.outputs, inputs)
         self._set_generators(states)
-        run = DirectRun(joint, self.captured.live, given)
+        run = DirectRun(joint, compile_program(joint, self.captured.live), given)
         weights = [self._normal(output) for output in run.outputs]
         gradients = run.backward(weights[: len(joint.cotangents)])
         moved = {value: self._normal(environment[value]) for value in inputs}
@@ -306,7 +307,8 @@ class _Subject:
         joint = differentiate(program, outputs, [item.value for item in self.wanted])
         self._restore_generators()
         with torch.no_grad():
-            run = DirectRun(replace(joint, updates=()), self.captured.live, self.bound)
+            pure = replace(joint, updates=())
+            run = DirectRun(pure, compile_program(pure, self.captured.live), self.bound)
             result = fill_slots(self.captured.skeleton, run.outputs)
             weight_of = {
                 id(output): weight for output, weight in zip(self._float_outputs(result), self.weights, strict=True)

@@ -2,7 +2,7 @@
 
 As in JAX, a function's arguments may be nested tuples, lists and dicts of tensors. `argnums` says which of them to
 differentiate by, and the result has their structure. A function is recorded at every call, because what its closure
-holds may have changed.
+holds may have changed; for gradients per example it is first looked whether it has.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import torch
 from undertow.api.calls import check_argnums, check_arguments
 from undertow.api.per_example import ExampleBatch, one_line_of_code
 from undertow.autodiff.backward import backward_as_forward, differentiate
+from undertow.calls.model_state import settings_key
+from undertow.calls.reachable import reach
+from undertow.calls.runner import sharing
 from undertow.errors import CallError
 from undertow.ir import InputKind, Program, Value
-from undertow.ir.structure import Slot, fill_slots, leaves_in, replace_tensors, tensors_in
+from undertow.ir.structure import Slot, fill_slots, leaves_in, list_tensors, replace_tensors, structure_key, tensors_in
 from undertow.record.capture import Captured, capture
 from undertow.record.traced_tensor import TracedTensor
+from undertow.runtime.code import compile_program
 from undertow.runtime.direct import DirectRun
 
 Argnums = int | Sequence[int]
@@ -39,9 +43,11 @@ def value_and_grad(
     `torch.func.vmap` of the derivative, with the same numbers. What the function closes over is shared.
     """
 
+    kept: list[_PerExample] = []
+
     def differentiated(*args: Parameters.args, **kwargs: Parameters.kwargs) -> tuple[torch.Tensor, Any]:
         if per_example:
-            return _value_and_grad_per_example(function, args, kwargs, argnums)
+            return _value_and_grad_per_example(function, args, kwargs, argnums, kept)
         recorded = _Recorded(function, args, kwargs, argnums)
         output = recorded.scalar_output()
         run, _ = recorded.run([output])
@@ -59,8 +65,10 @@ def grad(
     With `per_example`, one derivative for every example of a batch, as in `value_and_grad`.
     """
 
+    with_value = value_and_grad(function, argnums, per_example=per_example)
+
     def differentiated(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
-        return value_and_grad(function, argnums, per_example=per_example)(*args, **kwargs)[1]
+        return with_value(*args, **kwargs)[1]
 
     return differentiated
 
@@ -125,33 +133,63 @@ def hessian(function: Callable[..., torch.Tensor], argnums: Argnums = 0) -> Call
 
 
 def _value_and_grad_per_example(
-    function: Callable[..., torch.Tensor], args: Any, kwargs: Any, argnums: Argnums
+    function: Callable[..., torch.Tensor], args: Any, kwargs: Any, argnums: Argnums, kept: list[_PerExample]
 ) -> tuple[torch.Tensor, Any]:
+    """`kept` holds the recording of the last call, which this one may use."""
     batch = ExampleBatch(args, kwargs, check_argnums(argnums, args))
-    recorded = _Recorded(function, *batch.first(), argnums)
-    output = recorded.scalar_output()
-    joint = recorded.differentiate([output], is_composed=False)
-    gradients = {item.input: item.value for item in joint.gradients if item.value is not None}
-    wanted = list(dict.fromkeys((output, *gradients.values())))
-    program = one_line_of_code(backward_as_forward(joint, wanted), wanted)
+    example = batch.first()
+    reached = reach(function)
+    key = (
+        None
+        if reached is None
+        else (reached[0], structure_key(example), sharing(list_tensors(*example)), settings_key())
+    )
+    if key is None or not kept or kept[0].key != key:
+        kept[:] = [_PerExample(function, example, argnums, key, [] if reached is None else reached[1])]
+    return kept[0].run(batch, args)
 
-    def call(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        inputs = [
-            _ones(item.value)
-            if item.kind is InputKind.COTANGENT
-            else recorded.captured.tensor_behind(item, tensors, {})
-            for item in program.inputs
+
+class _PerExample:
+    """The function of one example, recorded and differentiated, ready to run for all. It holds no arguments.
+
+    `held` are the objects that `key` was made from.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], example: tuple[Any, Any], argnums: Argnums, key: Any, held: list[Any]
+    ) -> None:
+        self.key, self._held, self._argnums = key, held, argnums
+        self._recorded = recorded = _Recorded(function, *example, argnums)
+        self._output = recorded.scalar_output()
+        joint = recorded.differentiate([self._output], is_composed=False)
+        self._gradients = {item.input: item.value for item in joint.gradients if item.value is not None}
+        self._wanted = list(dict.fromkeys((self._output, *self._gradients.values())))
+        self._program = one_line_of_code(backward_as_forward(joint, self._wanted), self._wanted)
+        self._code = compile_program(self._program, recorded.captured.live)
+        recorded.forget_arguments()
+
+    def run(self, batch: ExampleBatch, args: tuple[Any, ...]) -> tuple[torch.Tensor, Any]:
+        """The value and the gradients of every example."""
+        recorded = self._recorded
+
+        def call(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            inputs = [
+                _ones(item.value)
+                if item.kind is InputKind.COTANGENT
+                else recorded.captured.tensor_behind(item, tensors, {})
+                for item in self._program.inputs
+            ]
+            return tuple(DirectRun(self._program, self._code, inputs).outputs)
+
+        found = dict(zip(self._wanted, batch.run(call), strict=True))
+        leaves = [tensor for place in check_argnums(self._argnums, args) for _, tensor in tensors_in(args[place])]
+        arranged = [
+            leaf.new_zeros((batch.num_examples, *leaf.shape))
+            if value is None or value not in self._gradients
+            else found[self._gradients[value]]
+            for leaf, value in zip(leaves, recorded.wanted, strict=True)
         ]
-        return tuple(DirectRun(program, recorded.captured.live, inputs).outputs)
-
-    found = dict(zip(wanted, batch.run(call), strict=True))
-    arranged = [
-        leaf.new_zeros((batch.num_examples, *leaf.shape))
-        if value is None or value not in gradients
-        else found[gradients[value]]
-        for leaf, value in zip(recorded.leaves, recorded.wanted, strict=True)
-    ]
-    return found[output], recorded.arrange_tensors(arranged)
+        return found[self._output], recorded.arrange_tensors(arranged)
 
 
 class _Recorded:
@@ -180,6 +218,10 @@ class _Recorded:
         self.wanted: list[Value | None] = [by_place[place] if by_place[place] in alive else None for place in places]
         self._skeletons = [self._skeleton(position, positions) for position in positions]
 
+    def forget_arguments(self) -> None:
+        """Keep no tensor that was given: what was recorded is kept, and runs on other ones."""
+        self.args, self.leaves, self.tensors = (), [], []
+
     def scalar_output(self) -> Value:
         """The one output, which must be a scalar."""
         outputs = self.captured.program.outputs
@@ -196,7 +238,8 @@ class _Recorded:
         """Run forward; also which of `outputs` take a cotangent."""
         joint = self.differentiate(outputs, is_composed=self.is_nested)
         places = [list(outputs).index(_seeded(joint, index)) for index in range(len(joint.cotangents))]
-        return DirectRun(joint, self.captured.live, self.bind(joint), self.is_nested), places
+        code = compile_program(joint, self.captured.live)
+        return DirectRun(joint, code, self.bind(joint), self.is_nested), places
 
     def differentiate(self, outputs: Sequence[Value], is_composed: bool) -> Program:
         """The recorded Program with its backward pass from `outputs`."""
@@ -245,7 +288,8 @@ class _SecondOrder:
         self._seeded = [_seeded(second, index) for index in range(len(second.cotangents))]
         seeds = [_ones(item.value) for item in first.cotangents]
         inputs = [*self.recorded.bind(second), *seeds]
-        self._run = DirectRun(second, self.recorded.captured.live, inputs, self.recorded.is_nested)
+        code = compile_program(second, self.recorded.captured.live)
+        self._run = DirectRun(second, code, inputs, self.recorded.is_nested)
 
     def product(self, vectors: list[torch.Tensor]) -> dict[Value, Any]:
         """The Hessian times `vectors`, one per leaf."""

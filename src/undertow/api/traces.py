@@ -17,6 +17,7 @@ from undertow.ir.printer import format_argument
 from undertow.ir.structure import replace_tensors, tensors_in
 from undertow.record.capture import capture
 from undertow.report.value_graph import GraphNode, Trace
+from undertow.runtime.code import compile_program
 from undertow.runtime.direct import DirectRun
 
 
@@ -52,7 +53,7 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         else captured.tensor_behind(item, tensors, modules)
         for item in whole.inputs
     ]
-    found = dict(zip(outputs, DirectRun(whole, captured.live, inputs).outputs, strict=True))
+    found = dict(zip(outputs, DirectRun(whole, compile_program(whole, captured.live), inputs).outputs, strict=True))
     makers = program.makers
     return Trace(
         tuple(

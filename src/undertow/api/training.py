@@ -169,7 +169,8 @@ class TrainStep:
     @property
     def gradient_norm(self) -> float | None:
         """The norm of all gradients at the last update, before clipping; None unless it was asked for."""
-        return self.training.gradient_norm
+        norm = self.training.gradient_norm
+        return None if norm is None else float(norm)
 
     @property
     def costs(self) -> dict[str, tuple[int, int]]:

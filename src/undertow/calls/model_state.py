@@ -151,7 +151,7 @@ class ModelState:
         if tensors != self._tensors.value:
             self._tensors = _Frozen(tensors)
         opened = tuple([_open_key(attributes[name]) for attributes, name in self._opened])
-        return self._lasting, self._tensors, opened, _settings()
+        return self._lasting, self._tensors, opened, settings_key()
 
     def _look_again(self) -> None:
         if self._list_children() != self._children.value:  # a submodule was replaced
@@ -213,7 +213,8 @@ class ModelState:
         return tuple(keys)
 
 
-def _settings() -> tuple[Any, ...]:
+def settings_key() -> tuple[Any, ...]:
+    """PyTorch's own settings that decide which operations run."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

@@ -273,7 +273,7 @@ class Runner:
 
     def _lookup(self, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> list[Variant]:
         followed = tuple([item.key() for item in self._followed])
-        key = (structure_key(args), structure_key(kwargs), _sharing(tensors), self._state.key(), followed)
+        key = (structure_key(args), structure_key(kwargs), sharing(tensors), self._state.key(), followed)
         known, variants = self._last_lookup
         if key != known:
             variants = self._variants.setdefault(key, [])
@@ -482,7 +482,7 @@ def _without_hooks() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
 
-def _sharing(tensors: list[torch.Tensor]) -> Any:
+def sharing(tensors: list[torch.Tensor]) -> Any:
     """Which arguments are the same tensor, and which lie in the same memory."""
     ids = [id(tensor) for tensor in tensors]
     if len(ids) < 2:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -19,6 +19,9 @@ from undertow.cli.exits import DONE, INTERRUPTED, TERMINATED
 from undertow.cli.printing import check_page, print_data, print_result, report_error
 from undertow.errors import CallError
 from undertow.train.config import TrainConfig, check_resumed, make_config, read_config_file
+
+if TYPE_CHECKING:
+    import torch
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -103,9 +106,10 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
     from undertow.cli.loading import running
     from undertow.cli.workloads import load_callbacks, load_user_code, load_workload, report_code
     from undertow.train.devices import choose_device
+    from undertow.train.environment import find_same_device, use_same_threads, use_threads
     from undertow.train.folder import RunFolder, new_folder
     from undertow.train.progress import make_display
-    from undertow.train.run import Run, find_same_device, use_same_threads, use_threads
+    from undertow.train.run import Run
 
     folder = RunFolder(Path(settings.out) if settings.out is not None else new_folder(settings))
     with ExitStack() as stack, running(f"training {settings.model} on {settings.data}"):
@@ -123,7 +127,7 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
             folder.check_is_free()
             folder.check_can_be_made()
         code = replace(load_user_code(settings), callbacks=load_callbacks(settings))
-        workload = load_workload(settings)
+        workload = load_workload(settings, device.type == "cuda")
         stack.callback(workload.close)
         if is_resumed:
             report_code(settings.model, settings.data, settings.loss, *(settings.metric or ()))
@@ -168,27 +172,25 @@ def predict_command(
     device: DeviceOption = "auto",
     is_json: JsonOption = False,
 ) -> int:
-    """Print class probabilities of new inputs."""
+    """Print what a trained model says of new inputs: class probabilities, or numbers."""
     from undertow.cli.loading import running
     from undertow.cli.workloads import load_trained
-    from undertow.train.prediction import predict
+    from undertow.train.prediction import predict, predict_numbers
 
     with running(f"predicting {inputs}"):
         trained = load_trained(run, device, is_last, epoch)
         if trained.preparation is None:
             raise CallError(f"{run} was trained on your own loaders, which do not say how a new input is prepared")
-        if not trained.objective.is_of_classes:
-            raise CallError(
-                f"{run} was trained with {trained.config.loss}: its outputs are not probabilities of classes"
-            )
         evaluator = trained.make_evaluator()
-        found = predict(
-            lambda given: evaluator.predict(given.to(trained.device)),
-            trained.preparation,
-            trained.classes,
-            Path(inputs),
-            top,
-        )
+
+        def run_model(given: torch.Tensor) -> Any:
+            return evaluator.predict(given.to(trained.device))
+
+        found: list[Any]
+        if trained.objective.is_of_classes:
+            found = [*predict(run_model, trained.preparation, trained.classes, Path(inputs), top)]
+        else:
+            found = [*predict_numbers(run_model, trained.preparation, Path(inputs))]
     if is_json:
         print_data([item.to_dict() for item in found])
     else:

@@ -33,15 +33,17 @@ from undertow.train.callbacks import Callbacks, find_callbacks
 from undertow.train.checkpoint import Checkpoint, load_weights
 from undertow.train.config import ALL, TrainConfig
 from undertow.train.devices import choose_device, move_model
+from undertow.train.environment import find_kind
 from undertow.train.evaluation import Evaluator
 from undertow.train.feeding import make_test_loader
 from undertow.train.folder import RunFolder
+from undertow.train.layout import use_channels_last
 from undertow.train.objective import Objective
-from undertow.train.run import UserCode, find_kind, make_objective
+from undertow.train.run import UserCode, make_objective
 from undertow.train.workload import Workload, make_workload
 
 
-def load_workload(config: TrainConfig) -> Workload:
+def load_workload(config: TrainConfig, is_for_gpu: bool = False) -> Workload:
     """The model and the data of a run. The seed is set just before each is made."""
     check_augment(config.augment or ())
     if config.columns is not None:
@@ -77,6 +79,7 @@ def load_workload(config: TrainConfig) -> Workload:
         augment=config.augment or (),
         num_workers=config.workers,
         class_weights=None if config.class_weights is None else _weigh(source, weights),
+        is_for_gpu=is_for_gpu,
     )
 
 
@@ -246,6 +249,8 @@ def load_trained(run: str, device: str | None, is_last: bool = False, epoch: int
     report_code(config.model, config.loss, *(config.metric or ()))
     load_weights(model, checkpoint.trained_weights(), str(folder.path))
     move_model(model, chosen)
+    if chosen.type == "cuda" and checkpoint.about.get("is_channels_last"):
+        use_channels_last(model)
     return Trained(config, checkpoint, model, preparation, classes, chosen, code)
 
 

@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from undertow.data.examples import HASHED_BYTES, Arrays, Batch, Examples, Source, Subset, hash_rows
-from undertow.data.images import HASHED_FILES, decode_pixels, describe_first, prepare_images, sample_images
+from undertow.data.images import HASHED_FILES, decode_pixels, describe_first, sample_images
 from undertow.data.npz import as_examples, check_finite, prepare_arrays
 from undertow.data.preparation import Change, Preparation, Wanted, shape_images
 from undertow.data.sizes import check_claim
@@ -199,7 +199,7 @@ class TableImages(Examples):
 
     def fetch(self, indices: Sequence[int], change: Change | None = None) -> Batch:
         decoded = (self.decode(index) for index in indices)
-        return prepare_images(decoded, self.preparation, change), self.targets[torch.as_tensor(indices)]
+        return self.preparation.prepare_each(decoded, change), self.targets[torch.as_tensor(indices)]
 
     def fingerprint(self) -> str:
         """A hash of labels and sizes, and of some images at equal distances."""

@@ -31,7 +31,7 @@ class Examples(Dataset[Any]):
 
     @abstractmethod
     def fetch(self, indices: Sequence[int], change: Change | None = None) -> Batch:
-        """A batch of inputs and targets; `change` augments images between resizing and normalising."""
+        """A batch of inputs and targets; `change` augments images."""
 
     @abstractmethod
     def fingerprint(self) -> str:

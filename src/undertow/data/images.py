@@ -78,7 +78,7 @@ class Images(Examples):
 
     def fetch(self, indices: Sequence[int], change: Change | None = None) -> Batch:
         decoded = (decode_image(Path(self.paths[index])) for index in indices)
-        return prepare_images(decoded, self.preparation, change), self.targets[torch.as_tensor(indices)]
+        return self.preparation.prepare_each(decoded, change), self.targets[torch.as_tensor(indices)]
 
     def fingerprint(self) -> str:
         """A hash of classes, names and sizes of all files, and of the content of some, at equal distances."""
@@ -95,12 +95,6 @@ class Images(Examples):
 
     def prepare_as(self, preparation: Preparation) -> None:
         self.preparation = preparation
-
-
-def prepare_images(decoded: Iterable[torch.Tensor], preparation: Preparation, change: Change | None) -> torch.Tensor:
-    """A batch of images of any sizes."""
-    resized = torch.cat([preparation.resize(pixels[None].float() / preparation.scale) for pixels in decoded])
-    return preparation.finish(resized if change is None else change(resized))
 
 
 def sample_images(decoded: Iterable[torch.Tensor], preparation: Preparation) -> torch.Tensor:

@@ -23,8 +23,8 @@ from undertow.errors import CallError, DataError
 
 DIGITS = "digits"
 LAYOUTS = (
-    "the idx files of MNIST, the .bin files of CIFAR-10, a folder of images for each class, or a dataset saved by "
-    "datasets.save_to_disk; a file is .npz, .txt, .parquet or .arrow; digits needs no files"
+    "the idx files of MNIST, CIFAR-10 as .bin files or pictures, a folder of images for each class, or a dataset saved "
+    "by datasets.save_to_disk; a file is .npz, .txt, .parquet or .arrow; digits needs no files"
 )
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from undertow.errors import CallError
 
-AUGMENTATIONS = ("crop", "flip", "jitter")
+RESIZED_CROP, CROP, FLIP, JITTER = AUGMENTATIONS = ("resized-crop", "crop", "flip", "jitter")
 BALANCED = "balanced"
 MAX_SIDE = 1 << 14  # pixels
 

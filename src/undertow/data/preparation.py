@@ -7,9 +7,9 @@ A preparation is plain data, stored with a run, so that a new input can be prepa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -23,10 +23,23 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# From resized images to augmented ones, and the shape that a model takes: None for as many channels as there are.
-Change = Callable[[torch.Tensor], torch.Tensor]
+# The shape that a model takes: None for as many channels as there are.
 Wanted = Sequence[int | None]
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
+
+
+class Change(Protocol):
+    """How the images of one batch are augmented: before they are resized, if `is_cutting`, and afterwards."""
+
+    is_cutting: bool
+
+    def cut(self, place: int, image: torch.Tensor) -> torch.Tensor:
+        """A part of the image (channels, height, width) at this place of the batch."""
+        ...
+
+    def apply(self, images: torch.Tensor) -> torch.Tensor:
+        """The resized images changed."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -46,15 +59,20 @@ class Preparation:
         return len(self.shape) == 3
 
     def __call__(self, stored: torch.Tensor, change: Change | None = None) -> torch.Tensor:
-        """Prepare a batch. `change` augments it before it is normalised."""
+        """Prepare a batch. `change` augments it."""
         if self.vocabulary is not None:
             return stored.long()
-        resized = self.resize(stored.float() / self.scale)
-        return self.finish(resized if change is None else change(resized))
+        if change is not None and change.is_cutting:
+            return self.prepare_each(stored, change)
+        return self._finish(self.resize(stored.float() / self.scale), change)
 
-    def finish(self, resized: torch.Tensor) -> torch.Tensor:
-        """Normalise a batch that has its scale and size."""
-        return self.cast(self._normalise(resized))
+    def prepare_each(self, images: Iterable[torch.Tensor], change: Change | None = None) -> torch.Tensor:
+        """Prepare a batch of images of any sizes."""
+        parts = images if change is None else (change.cut(place, image) for place, image in enumerate(images))
+        return self._finish(torch.cat([self.resize(part[None].float() / self.scale) for part in parts]), change)
+
+    def _finish(self, resized: torch.Tensor, change: Change | None) -> torch.Tensor:
+        return self.cast(self._normalise(resized if change is None else change.apply(resized)))
 
     def cast(self, numbers: torch.Tensor) -> torch.Tensor:
         """Floating-point numbers in the model's type; labels unchanged."""

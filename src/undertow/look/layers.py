@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from undertow.look.inputs import Inputs
 from undertow.torch_internals import BatchNormBase
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
@@ -59,19 +60,19 @@ class UnitLayer:
         return found.reshape(found.shape[0], -1, found.shape[-1]).transpose(1, 2)
 
 
-def find_layers(model: nn.Module, inputs: torch.Tensor) -> list[UnitLayer]:
+def find_layers(model: nn.Module, inputs: Inputs) -> list[UnitLayer]:
     """The layers that a forward pass on a few examples calls; `model` is in eval() already."""
     inputs = inputs[:NUM_TRIED]
     paths = {module: path for path, module in model.named_modules()}
     found: dict[nn.Module, UnitLayer] = {}
     made: list[tuple[torch.Tensor, nn.Module]] = []  # held, so that no later tensor gets the same memory
-    whole: list[torch.Tensor] = [inputs]
+    whole: list[torch.Tensor] = [inputs.picture]
 
     def watch(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         given = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if module not in found and _has_units(module):
             source = None if given is None else _before_flattening(given, whole)
-            layer = UnitLayer(paths[module], module, module, _count_units(module), _is_same(source, inputs))
+            layer = UnitLayer(paths[module], module, module, _count_units(module), _is_same(source, inputs.picture))
             if isinstance(module, nn.Linear) and source is not None and source.dim() >= 3:
                 layer = replace(layer, input_shape=tuple(source.shape[1:]))
             if isinstance(module, nn.Embedding) or not _sees_examples(layer, output, len(inputs)):
@@ -86,7 +87,7 @@ def find_layers(model: nn.Module, inputs: torch.Tensor) -> list[UnitLayer]:
             whole.append(output)
 
     with _hooked(paths, watch), torch.no_grad():
-        model(inputs)
+        inputs.run(model)
     return list(found.values())
 
 

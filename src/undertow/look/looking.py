@@ -19,6 +19,7 @@ from torch import nn
 
 from undertow.data.preparation import Preparation
 from undertow.errors import CallError, DataError
+from undertow.look.inputs import Inputs, join
 from undertow.look.layers import CONVOLUTIONS, UnitLayer, find_layers
 from undertow.look.pictures import PictureForm
 from undertow.look.pixels import character_gradients, pixel_gradients
@@ -68,6 +69,7 @@ class Look:
     num_layers: int
     num_examples: int
     num_parameters: int
+    input_name: str  # of the one that is shown; empty if there is no other
     form: PictureForm | None
     vocabulary: str | None
     classes: tuple[str, ...] | None
@@ -86,6 +88,7 @@ class Look:
         return {
             "layers_in_model": self.num_layers,
             "examples": self.num_examples,
+            "input": self.input_name,
             "layers": [
                 {
                     "path": view.layer.path,
@@ -113,7 +116,7 @@ class _TestData:
     def __init__(self, loader: Iterable[Any], read: Callable[[Any], Batch], device: torch.device, seed: int) -> None:
         self._loader, self._make_batch, self._device, self._seed = loader, read, device, seed
 
-    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    def batches(self) -> Iterator[tuple[Inputs, torch.Tensor | None]]:
         """Inputs on the device, and labels where each example has one."""
         num_left = MAX_EXAMPLES
         with torch.random.fork_rng(devices=[]):
@@ -129,25 +132,19 @@ class _TestData:
             yield inputs[:num_left].to(self._device), None if labels is None else labels[:num_left]
             num_left -= len(inputs)
 
-    def _inputs_of(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if batch.kwargs or len(batch.args) != 1 or not isinstance(batch.args[0], torch.Tensor):
-            names = [*(f"argument {index}" for index in range(len(batch.args))), *batch.kwargs]
-            raise CallError(
-                f"nothing can be shown: the model is called with {', '.join(names)}, and what triggers a unit is "
-                f"looked for in models of one input tensor, given by position"
-            )
-        targets = batch.targets[0] if len(batch.targets) == 1 else None
+    def _inputs_of(self, batch: Batch) -> tuple[Inputs, torch.Tensor | None]:
+        targets = batch.targets[0] if len(batch.targets) == 1 else batch.kwargs.get("labels")
         has_labels = isinstance(targets, torch.Tensor) and targets.dim() == 1 and not targets.is_floating_point()
-        return batch.args[0], targets if has_labels else None
+        return Inputs.of_batch(batch), targets if has_labels else None
 
-    def fetch(self, wanted: set[int]) -> dict[int, tuple[torch.Tensor, int | None]]:
+    def fetch(self, wanted: set[int]) -> dict[int, tuple[Inputs, int | None]]:
         """The wanted examples with their labels, by number."""
-        found: dict[int, tuple[torch.Tensor, int | None]] = {}
+        found: dict[int, tuple[Inputs, int | None]] = {}
         first = 0
         for inputs, labels in self.batches():
             for number in wanted.intersection(range(first, first + len(inputs))):
                 label = None if labels is None else int(labels[number - first])
-                found[number] = inputs[number - first].cpu().clone(), label
+                found[number] = inputs[[number - first]].to(torch.device("cpu")), label
             first += len(inputs)
             if len(found) == len(wanted):
                 return found
@@ -176,7 +173,7 @@ def look_at(
         first = next((inputs for inputs, _ in data.batches()), None)
         if first is None:
             raise DataError("there is no test data to look at")
-        form = _find_form(first, loader, preparation)
+        form = _find_form(first.picture, loader, preparation)
         layers = find_layers(model, first)
         if not layers:
             raise CallError(
@@ -204,6 +201,7 @@ def look_at(
         num_layers=len(layers),
         num_examples=max((item.num_examples for item in found.values()), default=0),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        input_name=first.name,
         form=form,
         vocabulary=None if preparation is None else preparation.vocabulary,
         classes=classes,
@@ -211,16 +209,11 @@ def look_at(
 
 
 def _find_form(inputs: torch.Tensor, loader: Any, preparation: Preparation | None) -> PictureForm | None:
-    """How examples are pictures; None for text. Raises CallError for anything else."""
+    """How examples are pictures; None for text."""
     if not inputs.is_floating_point() and inputs.dim() == 2:
         return None
     shape = tuple(inputs.shape[1:])
     stored = getattr(getattr(loader, "dataset", None), "inputs", None)
-    if not inputs.is_floating_point() or not 1 <= len(shape) <= 3 or not math.prod(shape):
-        raise CallError(
-            f"nothing can be shown: inputs are {inputs.dtype} of shape {list(inputs.shape)}, and images, signals, "
-            f"vectors and characters can be looked at"
-        )
     if len(shape) == 1:
         if isinstance(stored, torch.Tensor) and stored.dim() == 4 and stored[0].numel() == shape[0]:
             shape = tuple(stored.shape[1:])
@@ -244,17 +237,16 @@ def _look_at_units(
     layer: UnitLayer,
     strongest: Strongest,
     units: list[int],
-    examples: dict[int, tuple[torch.Tensor, int | None]],
+    examples: dict[int, tuple[Inputs, int | None]],
     embedding: nn.Module | None,
     device: torch.device,
 ) -> tuple[UnitView, ...]:
     numbers, responses = strongest.examples[units], strongest.responses[units]
     places = strongest.positions[units]
-    inputs = torch.stack([examples[number][0] for number in numbers.flatten().tolist()])
-    inputs = inputs.to(device)
+    inputs = join([examples[number][0] for number in numbers.flatten().tolist()]).to(device)
     rows = torch.tensor(units).repeat_interleave(numbers.shape[1])
     gradients = None
-    if inputs.is_floating_point():
+    if inputs.picture.is_floating_point():
         gradients = pixel_gradients(model, layer, inputs, rows, places.flatten(), responses.flatten())
     elif embedding is not None:
         gradients = character_gradients(model, layer, embedding, inputs, rows, places.flatten(), responses.flatten())
@@ -269,7 +261,7 @@ def _look_at_units(
                     number,
                     float(responses[row, column]),
                     int(places[row, column]),
-                    examples[number][0],
+                    examples[number][0].picture[0],
                     None if gradients is None else gradients[index],
                     examples[number][1],
                 )

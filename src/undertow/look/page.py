@@ -71,6 +71,8 @@ def _how_to_read(look: Look) -> str:
         "backpropagation does. A response is taken before the ReLU and after batch normalisation. The units shown are "
         "those whose strongest response is most deviations above their mean."
     )
+    if look.input_name:
+        shown += f" Of the inputs of the model, {look.input_name} is shown; the others are those of the same example."
     legend = ""
     if look.form is not None:
         legend = (

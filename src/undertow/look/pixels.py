@@ -23,6 +23,7 @@ from torch import nn
 
 from undertow.api.functional import value_and_grad
 from undertow.errors import DataError
+from undertow.look.inputs import Inputs
 from undertow.look.layers import UnitLayer, hooked
 
 ELEMENTS_AT_A_TIME = 1 << 20  # of the examples that are differentiated together: 6 images of 224x224
@@ -33,42 +34,41 @@ class _Reached(Exception):
 
 
 def pixel_gradients(
-    model: nn.Module, layer: UnitLayer, inputs: torch.Tensor, units: torch.Tensor, positions: torch.Tensor,
+    model: nn.Module, layer: UnitLayer, inputs: Inputs, units: torch.Tensor, positions: torch.Tensor,
     expected: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """The derivative of each example's response by its pixels, in the shape of `inputs`."""
-    return _in_parts(
-        inputs,
-        units,
-        positions,
-        expected,
-        lambda x, unit, position: value_and_grad(lambda image: _response(model, layer, image, unit, position))(x),
-    )
+    """The derivative of each example's response by its pixels, in the shape of the input that is shown."""
+
+    def differentiate(x: Inputs, unit: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return value_and_grad(lambda image: _response(model, layer, x, image, unit, position))(x.picture)
+
+    return _in_parts(inputs, units, positions, expected, differentiate)
 
 
 def character_gradients(
-    model: nn.Module, layer: UnitLayer, embedding: nn.Module, tokens: torch.Tensor, units: torch.Tensor,
+    model: nn.Module, layer: UnitLayer, embedding: nn.Module, inputs: Inputs, units: torch.Tensor,
     positions: torch.Tensor, expected: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """For each token of each example the length of the derivative by its embedding: (example, token)."""
 
-    def differentiate(tokens: torch.Tensor, unit: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def differentiate(x: Inputs, unit: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, Any]:
         with torch.no_grad():
-            vectors = embedding(tokens)
+            vectors = embedding(x.picture)
 
         def response(vectors: torch.Tensor) -> torch.Tensor:
             with hooked(embedding, lambda module, args, output: vectors):
-                return _response(model, layer, tokens, unit, position)
+                return _response(model, layer, x, None, unit, position)
 
         value, gradient = value_and_grad(response)(vectors)
         return value, gradient.float().norm(dim=-1)
 
-    return _in_parts(tokens, units, positions, expected, differentiate)
+    return _in_parts(inputs, units, positions, expected, differentiate)
 
 
 def _response(
-    model: nn.Module, layer: UnitLayer, inputs: torch.Tensor, units: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+    model: nn.Module, layer: UnitLayer, inputs: Inputs, picture: torch.Tensor | None, units: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """The sum of the chosen responses, one of each example; so its derivative by an example is that response's own."""
 
     def stop(module: nn.Module, args: Any, output: Any) -> None:
@@ -78,20 +78,21 @@ def _response(
     output = None
     with hooked(layer.reader, stop):
         try:
-            model(inputs)
+            inputs.run(model, picture)
         except _Reached as reached:
             output = reached.args[0]
     return layer.responses(output)[torch.arange(len(units), device=units.device), units, positions].sum()
 
 
 def _in_parts(
-    inputs: torch.Tensor, units: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor, differentiate: Any
+    inputs: Inputs, units: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor, differentiate: Any
 ) -> torch.Tensor:
-    size = max(ELEMENTS_AT_A_TIME // inputs[0].numel(), 1)
+    size = max(ELEMENTS_AT_A_TIME // inputs.picture[0].numel(), 1)
+    device = inputs.picture.device
     found = []
     for start in range(0, len(inputs), size):
         part = slice(start, start + size)
-        value, gradient = differentiate(inputs[part], units[part].to(inputs.device), positions[part].to(inputs.device))
+        value, gradient = differentiate(inputs[part], units[part].to(device), positions[part].to(device))
         wanted = expected[part].double()
         # Batches of other sizes round differently; half the digits have to agree.
         drift = torch.finfo(value.dtype).eps ** 0.5

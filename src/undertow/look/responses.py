@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from undertow.look.inputs import Inputs
 from undertow.look.layers import UnitLayer, hooked
 
 
@@ -66,7 +67,7 @@ class Strongest:
 
 
 def find_strongest(
-    model: nn.Module, layers: Sequence[UnitLayer], batches: Iterable[torch.Tensor], num_kept: int
+    model: nn.Module, layers: Sequence[UnitLayer], batches: Iterable[Inputs], num_kept: int
 ) -> dict[UnitLayer, Strongest]:
     """The strongest examples of every unit; `model` is in eval() already. A layer's first call counts."""
     found = {layer: Strongest.none(layer.num_units) for layer in layers}
@@ -83,6 +84,6 @@ def find_strongest(
             for layer in layers:
                 assert layer.reader is not None
                 stack.enter_context(hooked(layer.reader, lambda _, __, output, layer=layer: read(layer, output)))
-            model(inputs)
+            inputs.run(model)
         num_seen += len(inputs)
     return found

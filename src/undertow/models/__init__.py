@@ -22,7 +22,7 @@ from undertow.models.gpt import char_gpt, gpt
 from undertow.models.lenet import lenet5, lenet300
 from undertow.models.lstm import lstm
 from undertow.models.mlp import mlp
-from undertow.models.resnet import resnet50
+from undertow.models.resnet import resnet18_small, resnet50
 from undertow.models.unet import unet
 from undertow.models.vgg import vgg16, vgg_small
 
@@ -37,6 +37,7 @@ __all__ = [
     "lenet5",
     "lstm",
     "mlp",
+    "resnet18_small",
     "resnet50",
     "unet",
     "vgg16",
@@ -89,6 +90,7 @@ ZOO = {
         ZooModel("vgg16", vgg16, normal(3, 224, 224), classes(1000)),
         ZooModel("vgg_small", vgg_small, normal(3, 32, 32), classes(10)),
         ZooModel("resnet50", resnet50, normal(3, 224, 224), classes(1000)),
+        ZooModel("resnet18_small", resnet18_small, normal(3, 32, 32), classes(10)),
         ZooModel("unet", unet, normal(1, 256, 256), classes(2, 256, 256)),
         # A quarter of the context, so that a step of a few sequences takes seconds on a CPU.
         ZooModel("gpt", gpt, classes(50257, 256), classes(50257, 256), token_loss),
@@ -120,6 +122,7 @@ SMALL = {
         ZooModel(
             "resnet50", partial(resnet50, num_classes=10, width=4, depths=(1, 2, 1, 1)), normal(3, 64, 64), classes(10)
         ),
+        ZooModel("resnet18_small", partial(resnet18_small, width=4, depths=(1, 2, 1)), normal(3, 16, 16), classes(10)),
         ZooModel("unet", partial(unet, width=4, depth=2), normal(1, 32, 32), classes(2, 32, 32)),
         ZooModel(
             "gpt",

@@ -28,10 +28,9 @@ class GradientNorms:
             for parameter in self.parameters
         }
 
-    def total(self) -> float:
+    def total(self) -> torch.Tensor:
         """The norm of all gradients together."""
-        squares = torch.stack([norm.double() for norm in self.found.values()]).square()
-        return float(squares.sum().sqrt())
+        return torch.stack([norm.double() for norm in self.found.values()]).square().sum().sqrt()
 
 
 def _find_norm(norms: GradientNorms, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:

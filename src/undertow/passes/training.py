@@ -110,12 +110,11 @@ class Training:
         return self.shards.use_records(add_updates(program, lambda item: uses[item.input], at_end, SHARE_SEED))
 
     @property
-    def gradient_norm(self) -> float | None:
+    def gradient_norm(self) -> torch.Tensor | None:
         """The norm of all gradients of the last update, before they were clipped; None where it was not found."""
         if self.updates_inside:
             return self.live[GRADIENT_NORMS.name].total() if self.has_norm else None
-        norm = None if self.optimizer is None else self.live[LATER_STEP.name].norm
-        return None if norm is None else float(norm)
+        return None if self.optimizer is None else self.live[LATER_STEP.name].norm
 
     def norm_tensors(self) -> list[torch.Tensor]:
         """Norms of gradients, which stay all the time."""

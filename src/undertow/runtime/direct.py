@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,19 +10,17 @@ import torch
 
 from undertow.ir import Program, Value
 from undertow.ops.modes import below_autograd
-from undertow.runtime.code import StepCode, compile_program
+from undertow.runtime.code import StepCode
 
 
 class DirectRun:
     """A forward pass that has run; its values stay, so `backward` may be called with many cotangents."""
 
-    def __init__(
-        self, program: Program, live: Mapping[str, Any], inputs: Sequence[Any], is_recorded: bool = False
-    ) -> None:
-        """`is_recorded`: an outer recording is to see, and differentiate, what runs here."""
+    def __init__(self, program: Program, code: StepCode, inputs: Sequence[Any], is_recorded: bool = False) -> None:
+        """`code` is the Program's. `is_recorded`: an outer recording is to see, and differentiate, what runs here."""
         self._program = program
         self._inputs = inputs
-        self._code: StepCode = compile_program(program, live)
+        self._code = code
         self._slots: list[Any] = [None] * len(self._code.slots)
         self._mode = nullcontext if is_recorded else below_autograd
         with self._mode(), torch.enable_grad():

@@ -83,7 +83,9 @@ class TrainConfig:
     normalise: str | None = _option(
         None, "Mean/deviation per channel: 0.5,0.5,0.5/0.2,0.2,0.2; by default those of the training images."
     )
-    augment: list[str] | None = _option(None, "Changes of training images, by commas: crop, flip, jitter.")
+    augment: list[str] | None = _option(
+        None, "Changes of training images, by commas: resized-crop, crop, flip, jitter."
+    )
     validation: str | None = _option(None, "A share of the training examples, such as 0.1, or other data.")
     class_weights: str | None = _option(None, "Weights of classes in the loss: balanced, or 1,2.5,1.")
     workers: int = _option(0, "Processes that read and change examples.", least=0)

@@ -2,13 +2,15 @@
 
 On a GPU the next batch is read and copied while the GPU computes with this one: from pinned memory, on a stream of its
 own. On the CPU a batch is used as the loader gives it.
+
+A GPU is given the next step before the loss of this one has been read, so that it never waits for Python: the loop
+waits for the step before, and reads and copies the next batch then. At most two steps and two batches are there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from undertow.errors import CallError
 from undertow.train.batches import Batch
 
 AUTO = "auto"
+NUM_AHEAD = {"cpu": 0, "cuda": 1}  # steps that are started before an earlier loss is read
 
 
 def choose_device(name: str) -> torch.device:
@@ -101,33 +104,53 @@ class Batches:
         return source.to(self._device, non_blocking=True)
 
 
-class StepTimer:
-    """Times steps without waiting for them: on a GPU by events, which are read when the loss has been."""
+class Stopwatch:
+    """Times what runs inside `with`, without waiting for it: on a GPU by events."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._seconds: list[float] = []
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._device, self._is_cuda = device, device.type == "cuda"
 
-    @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Time what runs inside."""
+    def __enter__(self) -> Stopwatch:
+        self._start = self._now()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._end = self._now()
+
+    def _now(self) -> Any:
         if not self._is_cuda:
-            start = time.perf_counter()
-            yield
-            self._seconds.append(time.perf_counter() - start)
-            return
-        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        events[0].record()
-        yield
-        events[1].record()
-        self._events.append(events)
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
-    def take(self) -> list[float]:
-        """The seconds of the steps since the last call, all of which have ended."""
-        found = self._seconds + [start.elapsed_time(end) / 1e3 for start, end in self._events]
-        self._seconds, self._events = [], []
-        return found
+    @property
+    def seconds(self) -> float:
+        """What it took; on a GPU only after that has ended."""
+        return float(self._start.elapsed_time(self._end)) / 1e3 if self._is_cuda else float(self._end - self._start)
+
+
+class Arriving:
+    """Numbers on their way from the device: copied as soon as the device has them, and waited for when they are read.
+
+    What runs on the device later may write over the tensors that they come from.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [
+            torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False) for tensor in tensors
+        ]
+        for copy, tensor in zip(self._tensors, tensors, strict=True):
+            copy.copy_(tensor.detach(), non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if on_gpu := [tensor.device for tensor in tensors if tensor.is_cuda]:
+            self._copied = torch.cuda.current_stream(on_gpu[0]).record_event()
+
+    def read(self) -> list[float]:
+        """The numbers."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [float(tensor) for tensor in self._tensors]
 
 
 def device_states(device: torch.device) -> dict[str, torch.Tensor]:

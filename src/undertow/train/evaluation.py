@@ -15,7 +15,7 @@ from undertow.report.columns import align, line_columns, wrap
 from undertow.report.run_confusion import MAX_CLASSES
 from undertow.train.batches import Batch
 from undertow.train.devices import Batches
-from undertow.train.metrics import IGNORED, Judged, make_metrics
+from undertow.train.metrics import CLASS_METRICS, IGNORED, Judged, make_metrics
 from undertow.train.objective import Objective
 
 PERPLEXITY = "perplexity"
@@ -105,7 +105,10 @@ class Evaluator:
         if not targets or objective.function is not None:
             return None
         if not isinstance(outputs, torch.Tensor):
-            raise CallError(f"the model returns {type(outputs).__name__}, but the loss takes one tensor")
+            raise CallError(
+                f"the model returns {type(outputs).__name__}, but {objective.title} takes one tensor: give a loss of "
+                f"your own, --loss file.py:function, which is called with the outputs and all targets"
+            )
         if len(targets) != 1 or not isinstance(targets[0], torch.Tensor):
             return None  # the loss says what is wrong
         target, class_dim = targets[0], self._find_class_dim(outputs)
@@ -117,11 +120,23 @@ class Evaluator:
             del shape[class_dim]
         if list(target.shape) != shape or target.is_floating_point() == is_label:
             numbers = "whole numbers" if is_label else "floating-point numbers"
+            advice = (
+                "for regression give --loss mse_loss" if is_label else f"or let the model return {list(target.shape)}"
+            )
             raise DataError(
                 f"{what}: for outputs of shape {list(outputs.shape)}, {objective.title} takes targets of shape "
-                f"{shape}, {numbers}; found {target.dtype} of shape {list(target.shape)}"
+                f"{shape}, {numbers}; found {target.dtype} of shape {list(target.shape)}: change the data, {advice}"
             )
         return outputs.shape[class_dim] if is_label else None
+
+    def check_metrics(self, outputs: Any, batch: Batch) -> None:
+        """Raise CallError if a metric is of classes, and the outputs are not scores of classes."""
+        wanted = [name for name in self._metrics if name in CLASS_METRICS]
+        if wanted and self._judge(outputs, batch).class_dim is None:
+            raise CallError(
+                f"--metrics {wanted[0]}: it counts classes, but what the model returns is not scores of classes for "
+                f"such targets; leave it out, or give a metric of your own, --metric file.py:function"
+            )
 
     def _find_class_dim(self, outputs: torch.Tensor) -> int:
         return outputs.dim() - 1 if self._objective.is_sequence else min(1, outputs.dim() - 1)

@@ -84,8 +84,11 @@ def _context(num_workers: int) -> str | None:
     return "fork" if num_workers else None
 
 
-def make_train_loader(examples: Examples, batch: int, num_workers: int = 0) -> Loader:
-    """Batches to train on. Workers stay for the whole run: they have no state that a batch depends on."""
+def make_train_loader(examples: Examples, batch: int, num_workers: int = 0, is_for_gpu: bool = False) -> Loader:
+    """Batches to train on. Workers stay for the whole run: they have no state that a batch depends on.
+
+    For a GPU they come in pinned memory: with workers a thread copies them there, while the loop goes on.
+    """
     order = EpochOrder(len(examples), batch, isinstance(examples, Augmented))
     return Loader(
         examples,
@@ -95,6 +98,7 @@ def make_train_loader(examples: Examples, batch: int, num_workers: int = 0) -> L
         worker_init_fn=_begin_worker,
         multiprocessing_context=_context(num_workers),
         persistent_workers=num_workers > 0,
+        pin_memory=is_for_gpu,
     )
 
 

@@ -21,6 +21,7 @@ from undertow.errors import CallError
 IGNORED = -100  # the label that the losses of torch.nn.functional skip
 MAX_CONFUSED = 1000  # classes: the matrix has their square
 TOP = 5
+CLASS_METRICS = ("f1", "confusion", f"top{TOP}")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,11 @@
-"""Class probabilities for new inputs: an image, a folder of images, an array file, or the start of a text."""
+"""What a trained model says of new inputs: an image, a folder of images, an array file, or the start of a text.
+
+Class probabilities where the run's loss is of classes, the outputs as numbers otherwise.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +37,32 @@ class Prediction:
         names = [repr(name) if name.isspace() or not name.isprintable() else name for name, _ in self.classes]
         shares = [f"{name} {share:.2%}" for name, (_, share) in zip(names, self.classes, strict=True)]
         return f"{self.input}: " + ", ".join(shares)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The outputs for one input."""
+
+    input: str
+    outputs: Any  # a number, or nested lists
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"input": self.input, "outputs": self.outputs}
+
+    def __str__(self) -> str:
+        return f"{self.input}: {json.dumps(self.outputs)}"
+
+
+def predict_numbers(run_model: Callable[[torch.Tensor], Any], preparation: Preparation, path: Path) -> list[Numbers]:
+    """The outputs of every input at `path`."""
+    found = []
+    for name, inputs in read_inputs(preparation, path):
+        outputs = run_model(inputs)
+        if not isinstance(outputs, torch.Tensor):
+            raise DataError(f"the model gives {type(outputs).__name__}, which cannot be shown as numbers")
+        found.append(Numbers(name, outputs[0].float().tolist()))
+    return found
 
 
 def predict(

@@ -7,13 +7,11 @@ resumed from its last checkpoint does exactly what it would have done.
 from __future__ import annotations
 
 import math
-import os
-import platform
 import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -31,35 +29,29 @@ from undertow.runtime.measure import measure_call
 from undertow.train.averaging import Average
 from undertow.train.batches import Batch
 from undertow.train.callbacks import Callbacks
-from undertow.train.checkpoint import (
-    Checkpoint,
-    Progress,
-    collect_tensors,
-    load_weights,
-    name_weights,
-    restore,
-    save_checkpoint,
-)
-from undertow.train.config import PLATEAU, TrainConfig
-from undertow.train.devices import Batches, StepTimer, choose_device, move_model, out_of_memory
+from undertow.train.checkpoint import Checkpoint, Progress, collect_tensors, restore, save_checkpoint
+from undertow.train.config import TrainConfig
+from undertow.train.devices import NUM_AHEAD, Arriving, Batches, Stopwatch, move_model, out_of_memory
 from undertow.train.diagnosis import check_first_weights, explain_not_finite, has_finite_weights
-from undertow.train.evaluation import Evaluation, Evaluator, check_labels
+from undertow.train.environment import describe_environment
+from undertow.train.evaluation import Evaluation, Evaluator, check_labels, evaluating
 from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
 from undertow.train.initial_weights import freeze, load_initial
 from undertow.train.interrupts import REASONS, Interrupts
+from undertow.train.judging import Judge
+from undertow.train.layout import lay_out_state, try_channels_last, use_channels_last
 from undertow.train.objective import Objective
 from undertow.train.optimizing import make_optimizer, set_learning_rates
 from undertow.train.progress import Display, StepView
 from undertow.train.records import Records
-from undertow.train.schedules import PLATEAU_PATIENCE, make_schedule
+from undertow.train.schedules import make_schedule
 from undertow.train.weights import hash_tensors
 from undertow.train.workload import Workload, check_same_data, check_workload
 
-FINISHED, REACHED, CALLED_OFF = "finished", "the loss is low enough", "ended by a callback"
+CALLED_OFF = "ended by a callback"
 MEASURED_STEP = 2  # the first step makes the optimizer's state
 MAX_TIMED_STEPS = 101  # the time of a step is the median of the latest ones
-VALIDATION, TEST = "validation", "test"
 
 
 @dataclass(frozen=True)
@@ -122,6 +114,22 @@ class TrainResult:
         return "\n".join([f"weights sha256 {self.weights_sha256}", f"run {self.folder}", *map(wrap, lines)])
 
 
+@dataclass(frozen=True)
+class Update:
+    """An update that was started. Its losses, and the norm of its gradients, may still be computed."""
+
+    step: int  # counted from 1
+    num_examples: int
+    rate: float
+    losses: Arriving
+    norm: Arriving | None
+    stopwatches: Sequence[Stopwatch]
+
+    def read_loss(self) -> float:
+        """The mean loss of its batches. The loss function has divided each loss already, so the sum is the mean."""
+        return sum(self.losses.read())
+
+
 class Run:
     """One run, from its start or from its last checkpoint."""
 
@@ -147,16 +155,10 @@ class Run:
         self.budget_bytes = None if config.budget is None else parse_budget(config.budget, model).num_bytes
         self.objective = make_objective(config, workload.is_sequence, workload.class_weights, device, code.loss)
         self.feed = Feed(workload.train_loader, config.seed)
-        self.judging = TEST if workload.validation_loader is None else VALIDATION
-        self.evaluator = Evaluator(
-            model if self.average is None else self.average.model,
-            self.objective,
-            device,
-            config.numerics,
-            config.metrics or (),
-            code.metrics,
-        )
         self.progress = Progress()
+        judged = model if self.average is None else self.average.model
+        evaluator = Evaluator(judged, self.objective, device, config.numerics, config.metrics or (), code.metrics)
+        self.judge = Judge(config, workload, judged, evaluator, folder, self.progress)
         self.step: TrainStep | None = None
         self._costs: dict[str, tuple[int, int]] = {}
         self._about: dict[str, Any] = {
@@ -168,9 +170,9 @@ class Run:
         self._records: Records | None = None
         self._num_classes: int | None = None  # None: targets are not labels
         self._step_seconds: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
-        self._timer = StepTimer(device)
+        self._unread: deque[Update] = deque()  # updates whose losses were not waited for yet
+        self._noted_s = 0.0  # when the last update was noted
         self._is_called_off = False
-        self._rates: list[float] = []
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -187,7 +189,7 @@ class Run:
         """Go on from a checkpoint. A run that had ended goes on if it is given more epochs or patience."""
         check_same_data(checkpoint.about.get("data"), self._about["data"], str(self.folder.path))
         self.restore(checkpoint)
-        if self.progress.stopped in (*REASONS.values(), CALLED_OFF) or not self._is_over():
+        if self.progress.stopped in (*REASONS.values(), CALLED_OFF) or not self.judge.is_over(self.num_steps):
             self.progress.stopped = ""
         self.display.say(f"going on after step {self.progress.step} of {self.num_steps}")
 
@@ -197,7 +199,8 @@ class Run:
         restore(checkpoint, self.workload.model, self.optimizer, self.device, what)
         if self.average is not None:
             self.average.restore(checkpoint.average(), what)
-        self.progress = replace(checkpoint.progress)
+        lay_out_state(self.optimizer)
+        vars(self.progress).update(vars(checkpoint.progress))
         self._costs = checkpoint.costs
         self._about = {**checkpoint.about, "config": self.config.to_dict()}
 
@@ -215,19 +218,30 @@ class Run:
         check_first_weights(self.workload.model)
         if not self.batches_per_epoch:
             raise DataError(f"an epoch has {len(self.feed)} batches, an update takes {self.config.accumulate}")
-        for part in dict.fromkeys((self.judging, TEST)):
-            raw = next(self._feed_of(part).batches(0, 0), None)
+        for part in self.judge.parts:
+            raw = next(self.judge.batches(part), None)
             if raw is None:
                 raise DataError(f"there are no {part} examples")
             batch = next(Batches(iter([raw]), self.objective.read, self.device))
-            self._num_classes = check_workload(self.workload, self.evaluator, batch, part)
+            if part == self.judge.part:
+                self._lay_out(batch)
+            self._num_classes = check_workload(self.workload, self.judge.evaluator, batch, part)
         if not self.progress.stopped:
             self._plan(next(self.batches(self.progress.epoch, 0)))
 
-    def _feed_of(self, part: str) -> Feed:
-        loader = self.workload.test_loader if part == TEST else self.workload.validation_loader
-        assert loader is not None
-        return Feed(loader, self.config.seed)
+    def _lay_out(self, batch: Batch) -> None:
+        """On a GPU: the layout that its convolutions take, where eager's bits are not asked for."""
+        if self.device.type != "cuda" or self.config.numerics == "exact":
+            return
+        model = self.workload.model
+        with evaluating(model):
+            reason = try_channels_last(model, batch)
+        if reason is None and self.average is not None:
+            use_channels_last(self.average.model)
+        lay_out_state(self.optimizer)
+        self._about["is_channels_last"] = reason is None
+        if reason:
+            self.display.say(f"the model keeps the layout of its factory: {reason}")
 
     def batches(self, epoch: int, first: int) -> Batches:
         """The batches of an epoch from number `first` on, with labels that were checked."""
@@ -254,8 +268,10 @@ class Run:
                 while not self.progress.stopped:
                     self._advance(interrupts)
                     self.save()
-            if self.progress.stopped not in REASONS.values():
-                self._test_best()
+            if self.progress.stopped not in REASONS.values() and (found := self.judge.test_best()) is not None:
+                self._record(found)
+                self.display.say(f"the best weights, of epoch {(self.progress.best_epoch or 0) + 1}: {found.line}")
+                self.save()
         except torch.OutOfMemoryError:
             raise out_of_memory(self.device, "the step does not fit") from None
         finally:
@@ -279,95 +295,104 @@ class Run:
         progress = self.progress
         if progress.batch == self.batches_per_epoch:
             self._evaluate()
-            self._end_epoch()
-        elif self._is_over():
+            self.judge.end_epoch(self._about)
+            if self.config.keep:
+                self.folder.keep_epoch(self._checkpoint(), self.config.keep)
+        elif self.judge.is_over(self.num_steps):
             if progress.batch:
                 self._evaluate()  # a part of an epoch is not judged: a run that goes on would not have stopped here
-            progress.stopped = self._why_over()
+            progress.stopped = self.judge.why_over()
         else:
             self._train_epoch(interrupts)
         progress.stopped = progress.stopped or interrupts.reason or (CALLED_OFF if self._is_called_off else "")
-
-    def _is_stuck(self) -> bool:
-        return self.config.patience is not None and self.progress.num_worse_epochs >= self.config.patience
-
-    def _has_reached(self) -> bool:
-        """Whether the training loss of the last whole epoch is low enough."""
-        limit, found = self.config.until_loss, self.progress.epoch_loss
-        return limit is not None and found is not None and found <= limit
-
-    def _is_over(self) -> bool:
-        at_start = self.progress.batch == 0
-        return self.progress.step >= self.num_steps or (at_start and (self._is_stuck() or self._has_reached()))
-
-    def _why_over(self) -> str:
-        if self._is_stuck():
-            return f"no lower {self.judging} loss"
-        return REACHED if self._has_reached() else FINISHED
 
     def _train_epoch(self, interrupts: Interrupts) -> None:
         """Train to the end of the epoch or of the run, or until a signal."""
         progress, config = self.progress, self.config
         last_save = progress.step
         batches = self.batches(progress.epoch, progress.batch)
+        self._noted_s = time.perf_counter()
         while group := [batch for _, batch in zip(range(config.accumulate), batches, strict=False)]:
             if len(group) < config.accumulate:
                 break
             self._update(group, batches)
-            is_ending = interrupts.reason or self._is_called_off
-            if is_ending or progress.step >= self.num_steps or progress.batch == self.batches_per_epoch:
+            is_ending = bool(interrupts.reason) or self._is_called_off or progress.step >= self.num_steps
+            is_ending = is_ending or progress.batch == self.batches_per_epoch
+            is_saving = config.save_every is not None and progress.step - last_save >= config.save_every
+            if is_ending or is_saving:
+                self._note_updates(0)
+            if is_ending:
                 return
-            if config.save_every is not None and progress.step - last_save >= config.save_every:
+            if is_saving:
                 self.save()
                 last_save = progress.step
         raise DataError(f"the training loader ended after {progress.batch} batches of {len(self.feed)}")
 
     def _update(self, group: list[Batch], batches: Batches) -> None:
-        start = time.perf_counter()
-        loss = self.run_batches(group, batches)
-        progress = self.progress
-        progress.seconds += time.perf_counter() - start
-        if not math.isfinite(loss):
-            raise explain_not_finite(self, progress.step, f"the loss of step {progress.step} is")
-        assert self._records is not None
-        num_examples = sum(batch.num_examples for batch in group)
-        progress.num_examples += num_examples
-        record: dict[str, Any] = {"loss": loss, "lr": self._rates[0], "epoch": progress.epoch}
-        if self.step is not None and self.step.gradient_norm is not None:
-            record["gradient_norm"] = self.step.gradient_norm
-        self._records.add(progress.step, "train", **record)
-        peak = progress.measured_peak_bytes or progress.predicted_peak_bytes
-        view = (progress.step, self.num_steps, progress.epoch, self.config.epochs, loss, num_examples)
-        self.display.show(StepView(*view, peak, self.budget_bytes))
-        rate = num_examples / max(time.perf_counter() - start, 1e-9)
-        self._call("on_step", {"step": progress.step, **record, "examples_per_s": rate})
+        """Start an update and, on a GPU, wait for the one before; then the next batch is fetched."""
+        self._unread.append(self.start_update(group))
+        self._note_updates(NUM_AHEAD[self.device.type], batches)
 
-    def run_batches(self, group: list[Batch], batches: Batches | None = None) -> float:
-        """Make one update from the batches of an accumulation; returns the mean of their losses.
+    def _note_updates(self, num_left: int, batches: Batches | None = None) -> None:
+        """Wait for all updates that were started but the last `num_left`, and note them."""
+        while len(self._unread) > num_left:
+            start = time.perf_counter()
+            update = self._unread.popleft()
+            loss = update.read_loss()
+            if batches is not None and self.progress.batch < self.batches_per_epoch:
+                batches.fetch()
+            self.progress.seconds += time.perf_counter() - start
+            record = self._note(update, loss)
+            now = time.perf_counter()
+            rate, self._noted_s = update.num_examples / max(now - self._noted_s, 1e-9), now
+            self._call("on_step", {"step": update.step, **record, "examples_per_s": rate})
 
-        Of `batches` the next one is fetched before the losses are waited for.
-        """
+    def _note(self, update: Update, loss: float) -> dict[str, Any]:
+        """Record an update whose loss was read; raises NotFinite if that is not a number."""
         progress = self.progress
-        self._rates = self.schedule.at(progress.step, self.num_steps, progress.num_drops)
-        set_learning_rates(self.optimizer, self._rates)
-        assert self.step is not None
-        self.step.start_at(progress.step * self.config.accumulate)
-        losses = [self._run_batch(batch) for batch in group]
-        if self.average is not None:
-            self.average.update()
-        if batches is not None and progress.batch + len(group) < self.batches_per_epoch:
-            batches.fetch()
-        # The loss function has divided each loss already, so the sum is the mean.
-        loss = sum(map(float, losses))
-        seconds = self._timer.take()
-        self._step_seconds.extend(seconds if progress.step >= MEASURED_STEP else ())
-        progress.step += 1
-        progress.batch += len(group)
         progress.loss_sum += loss
         progress.last_loss = loss
-        return loss
+        progress.num_examples += update.num_examples
+        self._step_seconds.extend(watch.seconds for watch in update.stopwatches)
+        if not math.isfinite(loss):
+            self._unread.clear()
+            raise explain_not_finite(self, update.step, f"the loss of step {update.step} is")
+        assert self._records is not None
+        record: dict[str, Any] = {"loss": loss, "lr": update.rate, "epoch": progress.epoch}
+        if update.norm is not None:
+            record["gradient_norm"] = update.norm.read()[0]
+        self._records.add(update.step, "train", **record)
+        peak = progress.measured_peak_bytes or progress.predicted_peak_bytes
+        view = (update.step, self.num_steps, progress.epoch, self.config.epochs, loss, update.num_examples)
+        self.display.show(StepView(*view, peak, self.budget_bytes))
+        return record
 
-    def _run_batch(self, batch: Batch) -> torch.Tensor:
+    def run_batches(self, group: list[Batch]) -> float:
+        """Make one update from the batches of an accumulation; returns the mean of their losses."""
+        return self.start_update(group).read_loss()
+
+    def start_update(self, group: list[Batch]) -> Update:
+        """Start an update from the batches of an accumulation; a GPU is not waited for."""
+        start = time.perf_counter()
+        progress, step = self.progress, self.step
+        assert step is not None
+        rates = self.schedule.at(progress.step, self.num_steps, progress.num_drops)
+        set_learning_rates(self.optimizer, rates)
+        step.start_at(progress.step * self.config.accumulate)
+        stopwatches: list[Stopwatch] = []
+        losses = Arriving([self._run_batch(batch, stopwatches) for batch in group])
+        if self.average is not None:
+            self.average.update()
+        norm = step.training.gradient_norm
+        progress.step += 1
+        progress.batch += len(group)
+        progress.seconds += time.perf_counter() - start
+        num_examples = sum(batch.num_examples for batch in group)
+        arriving = None if norm is None else Arriving([norm])
+        return Update(progress.step, num_examples, rates[0], losses, arriving, stopwatches)
+
+    def _run_batch(self, batch: Batch, stopwatches: list[Stopwatch]) -> torch.Tensor:
+        """Run a step; the peak of the first ones is measured, and the time of the others."""
         step, progress = self.step, self.progress
         assert step is not None
         is_next = progress.step + 1 == MEASURED_STEP
@@ -377,8 +402,11 @@ class Run:
             call = measure_call(lambda: losses.append(step(*batch.call, **batch.kwargs)), held, batch.tensors())
             progress.measured_peak_bytes = max(call.peak_bytes, progress.measured_peak_bytes or 0)
             return losses[0]
-        with self._timer.timing():
-            return step(*batch.call, **batch.kwargs)
+        with Stopwatch(self.device) as stopwatch:
+            loss = step(*batch.call, **batch.kwargs)
+        if progress.step >= MEASURED_STEP:
+            stopwatches.append(stopwatch)
+        return loss
 
     def train_mode(self) -> None:
         """The model as it trains: frozen norms keep their statistics."""
@@ -426,30 +454,19 @@ class Run:
         self._about |= {"call": batch.describe(), "budget_bytes": self.budget_bytes, "held_bytes": held_bytes}
         self.display.say(f"planned the step in {time.perf_counter() - start:.1f} s")
 
-    def _evaluate(self) -> Evaluation:
+    def _evaluate(self) -> None:
         """Evaluate on the data that epochs are judged by."""
-        progress = self.progress
+        progress, judge = self.progress, self.judge
         start = time.perf_counter()
         try:
-            found = self._evaluate_part(self.judging)
+            found = judge.evaluate(judge.part)
         except UndertowError:  # such as a user's metric that fails: the epoch must not be lost with it
             self.save()
             raise
         progress.seconds += time.perf_counter() - start
-        mean = progress.loss_sum * self.config.accumulate / progress.batch
+        mean = judge.mean_training_loss
         self._record(found, train_loss=mean)
         self.display.say(f"epoch {progress.epoch + 1}/{self.config.epochs}: training loss {mean:.4f}, {found.line}")
-        return found
-
-    def _evaluate_part(self, part: str) -> Evaluation:
-        found, progress = self.evaluator.evaluate(self._feed_of(part).batches(0, 0), part), self.progress
-        if part == TEST:
-            progress.test_step, progress.test_loss, progress.test_accuracy = progress.step, found.loss, found.accuracy
-        else:
-            progress.validation_step, progress.validation_loss = progress.step, found.loss
-            progress.validation_accuracy = found.accuracy
-        progress.judged_loss = found.loss if part == self.judging else progress.judged_loss
-        return found
 
     def _record(self, found: Evaluation, **more: Any) -> None:
         progress = self.progress
@@ -462,55 +479,12 @@ class Run:
             self._records.add(progress.step, "speed", None, **numbers, seconds=seconds, epoch=progress.epoch)
         self._call("on_evaluation", {"step": progress.step, "kind": found.part, **record, "metrics": found.metrics})
 
-    def _end_epoch(self) -> None:
-        progress = self.progress
-        if self._note_best():
-            progress.num_worse_epochs = progress.num_worse_since_drop = 0
-        else:
-            progress.num_worse_epochs += 1
-            progress.num_worse_since_drop += 1
-        if self.config.schedule == PLATEAU:
-            patience = (self.config.schedule_args or {}).get("patience", PLATEAU_PATIENCE)
-            if progress.num_worse_since_drop >= patience:
-                progress.num_drops, progress.num_worse_since_drop = progress.num_drops + 1, 0
-        progress.epoch_loss = progress.loss_sum * self.config.accumulate / progress.batch
-        progress.epoch, progress.batch, progress.loss_sum = progress.epoch + 1, 0, 0.0
-        if self.config.keep:
-            self.folder.keep_epoch(self._checkpoint(), self.config.keep)
-
-    def _note_best(self) -> bool:
-        """Keep the weights as the best if they are; returns whether."""
-        progress = self.progress
-        loss = progress.judged_loss
-        assert loss is not None
-        if progress.best_loss is not None and loss >= progress.best_loss:
-            return False
-        progress.best_loss, progress.best_step, progress.best_epoch = loss, progress.step, progress.epoch
-        weights = self._trained_model.state_dict()
-        save_checkpoint(self.folder.best_path, Checkpoint(name_weights(weights), self.progress, self._about))
-        return True
-
-    @property
-    def _trained_model(self) -> torch.nn.Module:
-        """The model that is evaluated and kept."""
-        return self.workload.model if self.average is None else self.average.model
-
-    def _test_best(self) -> None:
-        """After a run that validation data judged: the best weights on the test data, which nothing else has read."""
-        if self.judging == TEST or self.progress.best_step is None or self.progress.test_step == self.progress.step:
-            return
-        model = self._trained_model
-        last = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        load_weights(model, self.folder.read_best().weights(), str(self.folder.best_path))
-        found = self._evaluate_part(TEST)
-        load_weights(model, last, "the run")
-        self._record(found)
-        self.display.say(f"the best weights, of epoch {(self.progress.best_epoch or 0) + 1}: {found.line}")
-        self.save()
-
     def save(self) -> None:
         """Save a checkpoint, if the weights are finite. Records are flushed first: the checkpoint relies on them."""
         assert self._records is not None
+        while self._unread:  # where a callback has failed
+            update = self._unread.popleft()
+            self._note(update, update.read_loss())
         if self.progress.step and not has_finite_weights(self.workload.model):
             raise explain_not_finite(self, self.progress.step, f"the weights after step {self.progress.step} are")
         self._records.flush()
@@ -538,42 +512,3 @@ def make_objective(
         None if weights is None else weights.to(device),
         config.accumulate,
     )
-
-
-def describe_device(device: torch.device) -> str:
-    """`cpu`, or a GPU by its name: its kernels decide on bits."""
-    return "cpu" if device.type == "cpu" else f"{device.type}: {torch.cuda.get_device_name(device)}"
-
-
-def describe_environment(device: torch.device) -> dict[str, Any]:
-    """What the bits of a run depend on, apart from its config."""
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "num_threads": torch.get_num_threads(),
-        "device": describe_device(device),
-    }
-
-
-def use_threads(config: TrainConfig) -> None:
-    """Run on as many threads as a new run asks for. Shards share the cores, however many ranks compute them."""
-    if config.threads is not None or config.shards is not None:
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(config.threads or max(1, num_cores // (config.shards or 1)))
-
-
-def use_same_threads(checkpoint: Checkpoint) -> None:
-    """Run on as many threads as the run began with: sums round differently on another number of threads."""
-    torch.set_num_threads(checkpoint.about["environment"]["num_threads"])
-
-
-def find_kind(checkpoint: Checkpoint) -> str:
-    """The kind of device that a run was begun on; runs before there was a choice were on the CPU."""
-    return str(checkpoint.about["environment"].get("device", "cpu")).partition(":")[0]
-
-
-def find_same_device(checkpoint: Checkpoint, chosen: torch.device) -> torch.device:
-    """The device on which a run goes on: of the kind that it was begun on, since others round differently."""
-    kind = find_kind(checkpoint)
-    return chosen if kind == chosen.type else choose_device(kind)

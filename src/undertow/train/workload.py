@@ -13,7 +13,7 @@ from undertow.data.examples import Examples, Source
 from undertow.data.opening import set_preparation
 from undertow.data.preparation import DTYPES, Preparation
 from undertow.data.splitting import has_labels
-from undertow.errors import DataError
+from undertow.errors import CallError, DataError
 from undertow.train.batches import Batch
 from undertow.train.evaluation import Evaluator, check_labels
 from undertow.train.feeding import Loader, make_test_loader, make_train_loader
@@ -73,6 +73,7 @@ def make_workload(
     augment: Sequence[str] = (),
     num_workers: int = 0,
     class_weights: torch.Tensor | None = None,
+    is_for_gpu: bool = False,
 ) -> Workload:
     """A model with the examples of a source; raises DataError if they are fewer than a batch."""
     if len(source.train) < batch:
@@ -83,7 +84,7 @@ def make_workload(
         train = Augmented(train, Augmentation(augment, source.preparation))
     return Workload(
         model,
-        make_train_loader(train, batch, num_workers),
+        make_train_loader(train, batch, num_workers, is_for_gpu),
         make_test_loader(source.test, batch, num_workers),
         source.preparation,
         source.classes,
@@ -127,8 +128,17 @@ def check_same_data(before: Any, now: dict[str, Any], folder: str) -> None:
 
 def check_workload(workload: Workload, evaluator: Evaluator, batch: Batch, part: str) -> int | None:
     """Run the model once; returns its number of classes, if any, and raises DataError if targets do not fit."""
-    outputs = evaluator.predict(*batch.args, **batch.kwargs)
+    try:
+        outputs = evaluator.predict(*batch.args, **batch.kwargs)
+    except TypeError as error:
+        if "argument" not in str(error) or not batch.kwargs:
+            raise
+        raise CallError(
+            f"the model cannot be called with a batch, whose parts go to it by name ({', '.join(batch.kwargs)}): "
+            f"{error}. Name those that are for the loss: --targets"
+        ) from None
     num_classes = evaluator.check_targets(outputs, batch.targets, f"{part} data")
+    evaluator.check_metrics(outputs, batch)
     weights = workload.class_weights
     if weights is not None and len(weights) != num_classes:
         what = "takes no labels" if num_classes is None else f"has {num_classes} outputs"
