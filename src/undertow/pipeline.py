@@ -178,7 +178,8 @@ def find_held(request: Request, program: Program) -> dict[str, int]:
     if request.training is None:
         return held
     norm_bytes = sum(tensor.nbytes for tensor in request.training.norm_tensors())
-    more = {"gradients": request.training.added_up_bytes(), "gradient norms": norm_bytes}
+    mask_bytes = sum(tensor.nbytes for tensor in request.training.mask_tensors())
+    more = {"gradients": request.training.added_up_bytes(), "gradient norms": norm_bytes, "masks": mask_bytes}
     return held | {name: size for name, size in more.items() if size}
 
 

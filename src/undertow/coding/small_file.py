@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from undertow.compress.entries import Entry, Kind
-from undertow.compress.header import pack, unpack
-from undertow.compress.payloads import Coder, decode_tensor, encode_tensor
-from undertow.compress.tensors import CodedTensor
+from undertow.coding.entries import Entry, Kind
+from undertow.coding.header import pack, unpack
+from undertow.coding.payloads import Coder, decode_tensor, encode_tensor
+from undertow.coding.tensors import CodedTensor
 from undertow.durable import write_durably
 from undertow.errors import CallError, DataError
 from undertow.kernels.compiler import HAS_NUMBA
