@@ -18,6 +18,8 @@ from torch import Tensor
 from undertow.kernels.compiler import HAS_NUMBA, cached_njit
 
 MAX_BYTE_CODES = 255
+# How PyTorch names the autograd Functions that it makes for operations of this library.
+OWN_DERIVATIVES = "GeneratedBackwardFor_undertow_"
 
 
 @cached_njit(error_model="numpy")
@@ -42,7 +44,7 @@ def _look_up(codebook: Tensor, codes: Tensor) -> Tensor:
     if _is_plain(codebook, codes):
         weights = torch.empty(codes.shape, dtype=codebook.dtype)
         flat = codes.contiguous().view(-1).numpy()
-        _look_up_loop(codebook.contiguous().numpy(), flat, weights.view(-1).numpy())
+        _look_up_loop(codebook.detach().contiguous().numpy(), flat, weights.view(-1).numpy())
         return weights
     table = torch.cat([codebook.new_zeros(1), codebook])
     return table.index_select(0, codes.reshape(-1).to(torch.int32)).reshape(codes.shape)
@@ -51,7 +53,7 @@ def _look_up(codebook: Tensor, codes: Tensor) -> Tensor:
 def _sum_by_code(ct: Tensor, codes: Tensor, num: int) -> Tensor:
     if _is_plain(ct, codes):
         sums = torch.zeros(num, dtype=torch.float64)
-        _sum_loop(ct.contiguous().view(-1).numpy(), codes.contiguous().view(-1).numpy(), sums.numpy())
+        _sum_loop(ct.detach().contiguous().view(-1).numpy(), codes.contiguous().view(-1).numpy(), sums.numpy())
         return sums.to(ct.dtype)
     sums = torch.zeros(num + 1, dtype=torch.float64, device=ct.device)
     sums.index_add_(0, codes.reshape(-1).to(torch.int32), ct.reshape(-1).double())
