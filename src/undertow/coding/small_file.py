@@ -83,7 +83,7 @@ class SmallFile:
                 f"{where} claims {self.output_bytes} bytes of tensors in {len(data)} bytes, and max_output_bytes is "
                 f"{max_output_bytes}"
             )
-        self._data = data
+        self.data = data
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -95,7 +95,7 @@ class SmallFile:
             raise DataError(f"{self.where} has no tensor {name!r}")
         if entry.alias_of is not None:
             return self.read(entry.alias_of)
-        payload = self._data[entry.offset : entry.offset + entry.payload_bytes]
+        payload = self.data[entry.offset : entry.offset + entry.payload_bytes]
         return decode_tensor(entry, payload, f"{self.where}: {name}")
 
     def read_all(self) -> dict[str, Tensor | CodedTensor]:
