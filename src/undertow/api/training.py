@@ -63,8 +63,8 @@ def train_step(
     `numerics` and `allow_other_bits` are as in `plan`; the loss also runs in bfloat16, as in autocast. `costs` may be
     the `costs` of another step: the same costs give the same plan. `saved_plan` is a file that `save_plan` wrote for
     the same step: it is run instead of a new plan. With `gradient_norm` the step finds the norm of all gradients, and
-    has it as `.gradient_norm`; with `clip_norm` it does so anyway. `masks` says which weights are kept: the others are 0
-    after every step.
+    has it as `.gradient_norm`; with `clip_norm` it does so anyway. `masks` says which weights are kept: the others are
+    0 after every step.
     """
     check_call(model, args, kwargs)
     check_training(model, optimizer, loss, targets)

@@ -23,7 +23,9 @@ def compress_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run; or a model, with --weights.")],
     out: Annotated[str, typer.Option(metavar="FILE.utz", help="Where to write the small network.")],
     max_loss: Annotated[float, typer.Option(help="Percentage points of accuracy that may be lost.")] = 0.1,
-    coder: Annotated[str, typer.Option(help="mixed: the smallest; huffman: as Deep Compression publishes it.")] = "mixed",
+    coder: Annotated[
+        str, typer.Option(help="mixed: the smallest; huffman: as Deep Compression publishes it.")
+    ] = "mixed",
     data: Annotated[str | None, typer.Option(help="Data to use instead of the run's own; as for train.")] = None,
     validation: Annotated[str, typer.Option(help="Share of the training data that judges, or other data.")] = "0.1",
     weights: Annotated[str | None, typer.Option(metavar="FILE.safetensors", help="Weights of a model.")] = None,

@@ -1,8 +1,8 @@
 """What a `.utz` file says of its network beside the weights, and how a model is made from it.
 
 In: a trained run, or a file. Out: metadata, or the file's Trained. The metadata is short, since it counts: the model's
-name, its loss where that is not the usual one, how inputs are prepared, and the classes. A file is data: it may come
-from a stranger, so it can name a model of the zoo, and never code that would run. Code is named by who calls: `--model`.
+name, its loss where that is not the usual one, how inputs are prepared, and the classes. A file may come from a
+stranger, so it can name a model of the zoo, and never code that would run. Code is named by who calls: `--model`.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def load_small_network(path: str, model: str | None, device: str | None) -> Trai
     return Trained(config, Checkpoint({}, Progress(), {}), built, preparation, classes, chosen, UserCode())
 
 
-def _read_about(
-    file: SmallFile, model: str | None
-) -> tuple[TrainConfig, Preparation | None, tuple[str, ...] | None]:
+def _read_about(file: SmallFile, model: str | None) -> tuple[TrainConfig, Preparation | None, tuple[str, ...] | None]:
     about = file.metadata
     named = about.get("model")
     if model is None and (not isinstance(named, str) or ":" in named):
-        what = f"names the code {named!r}, which is not run on a file's word" if isinstance(named, str) else "names none"
+        what = (
+            f"names the code {named!r}, which is not run on a file's word" if isinstance(named, str) else "names none"
+        )
         raise CallError(f"{file.where} {what}: say which model it is with --model file.py:factory")
     loss = about.get("loss")
     if isinstance(loss, str) and ":" in loss:
@@ -77,11 +77,11 @@ def _read_about(
         preparation = None
         if isinstance(about.get("preparation"), dict):
             preparation = Preparation.from_dict(Preparation(()).to_dict() | about["preparation"])
-        classes = about.get("classes")
+        classes: Any = about.get("classes")
         if isinstance(classes, int) and not isinstance(classes, bool):
             if not 0 <= classes <= 1 << 20:
                 raise ValueError(f"{classes} classes")
-            classes = list(map(str, range(classes)))
-        return config, preparation, None if classes is None else tuple(map(str, classes))
+            return config, preparation, tuple(map(str, range(classes)))
+        return config, preparation, None if classes is None else tuple(map(str, list(classes)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{file.where} is refused: it does not say how its network is read ({error})") from None

@@ -30,9 +30,7 @@ class Source:
     notes: tuple[str, ...]
 
 
-def load_source(
-    run: str, data: str | None, validation: str, weights: str | None, device: str, is_last: bool
-) -> Source:
+def load_source(run: str, data: str | None, validation: str, weights: str | None, device: str, is_last: bool) -> Source:
     """The network and its data; raises where there is nothing to judge or to test on."""
     if weights is None:
         if not Path(run).is_dir():

@@ -26,8 +26,8 @@ aten = torch.ops.aten
 class Use:
     """What is done with a gradient: `operation(*before, input, gradient, *after)`; a consumed one is freed after it.
 
-    `looked_at` is an operation on the input and the gradient that runs first, with what goes before these; `followed_by`
-    one that runs after it in the gradient's chain, or after all updates where those come at the end.
+    `looked_at` is an operation on the input and the gradient that runs first, with what goes before these.
+    `followed_by` runs after it in the gradient's chain, or after all updates where those come at the end.
     """
 
     operation: Operation

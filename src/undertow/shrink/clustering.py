@@ -1,8 +1,8 @@
 """k-means in one dimension: many weights in, few values out that stand for them.
 
-In: values with counts (a histogram), how many clusters, and a way to begin. Out: centroids, ascending. `exact` finds the
-clusters with the least squared error of all, by dynamic programming over the sorted values (Wang & Song 2011; rows are
-divided and conquered, since the best boundary only moves to the right). The others begin somewhere and follow Lloyd:
+In: values with counts (a histogram), how many clusters, and a way to begin. Out: centroids, ascending. `exact` finds
+the clusters with the least squared error of all, by dynamic programming over the sorted values (Wang & Song 2011); rows
+are divided and conquered, since the best boundary only moves to the right. The others begin somewhere and follow Lloyd:
 `linear` is what Deep Compression publishes, `density` gives every cluster as many weights. Rates play no part here.
 """
 

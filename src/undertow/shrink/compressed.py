@@ -159,9 +159,7 @@ def load_compressed(path: str | Path, model: nn.Module, max_output_bytes: int = 
 
 def load_file(file: SmallFile, model: nn.Module) -> None:
     """Give the model the weights of an open file."""
-    claimed = {
-        name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in file.entries.items()
-    }
+    claimed = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in file.entries.items()}
     check_weights(model, claimed, file.where)  # before anything is decoded
     load_weights(model, {name: _dense(item) for name, item in file.read_all().items()}, file.where)
 

@@ -64,10 +64,10 @@ def compress(
 ) -> Compressed:
     """Prune, retrain, share and code a trained model; the smallest result that loses at most `max_loss`.
 
-    `train`, `validation` and `test` are loaders, or lists, of batches as `undertow train` reads them: pairs of inputs and
-    targets, or dicts. `max_loss` is in percentage points of accuracy on the validation data; where there are no labels,
-    in percent of the loss. `epochs` are those of each phase. If the accuracy cannot be kept, the result is the best that
-    could, and `is_accuracy_kept` is False.
+    `train`, `validation` and `test` are loaders, or lists, of batches as `undertow train` reads them: pairs of inputs
+    and targets, or dicts. `max_loss` is in percentage points of accuracy on the validation data; where there are no
+    labels, in percent of the loss. `epochs` are those of each phase. If the accuracy cannot be kept, the result is the
+    best that could, and `is_accuracy_kept` is False.
     """
     settings = Settings(max_loss, coder, epochs, lr, optimizer, distill, seed, numerics, budget)
     path = None if checkpoint is None else Path(checkpoint)
@@ -167,7 +167,9 @@ def check_model(model: nn.Module) -> torch.device:
         raise CallError("the model has no parameters of floating-point numbers: there is nothing to compress")
     for name, parameter in model.named_parameters():
         if not are_finite([parameter.detach()]):
-            raise NotFinite(f"parameter {name} holds numbers that are infinite or not a number: mend it, or train again")
+            raise NotFinite(
+                f"parameter {name} holds numbers that are infinite or not a number: mend it, or train again"
+            )
     return next(model.parameters()).device
 
 

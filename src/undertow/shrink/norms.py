@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from undertow.torch_internals import BatchNormBase
 
@@ -23,28 +23,33 @@ def fold_norms(model: nn.Module) -> int:
     """Fold every norm that can be; returns how many were."""
     num = 0
     for norm in _norms(model):
-        mean, variance = norm.running_mean, norm.running_var
+        mean, variance = _statistics(norm)
         scale = norm.weight.double() / (variance.double() + norm.eps).sqrt()
         shift = norm.bias.double() - mean.double() * scale
         norm.weight.copy_(scale)
         norm.bias.copy_(shift)
         mean.zero_()
         variance.fill_(1 - norm.eps)
-        norm.num_batches_tracked.zero_()
         num += 1
     return num
 
 
 def folded_norms(model: nn.Module) -> list[nn.Module]:
     """The norms that were folded, told by their statistics."""
-    return [
-        norm
-        for norm in _norms(model)
-        if not norm.running_mean.any() and bool((norm.running_var == torch.full_like(norm.running_var, 1 - norm.eps)).all())
-    ]
+    found: list[nn.Module] = []
+    for norm in _norms(model):
+        mean, variance = _statistics(norm)
+        if not bool(mean.any()) and torch.equal(variance, torch.full_like(variance, 1 - norm.eps)):
+            found.append(norm)
+    return found
 
 
 def _norms(model: nn.Module) -> Iterator[BatchNormBase]:
     for module in model.modules():
         if isinstance(module, BatchNormBase) and module.weight is not None and module.running_mean is not None:
             yield module
+
+
+def _statistics(norm: BatchNormBase) -> tuple[Tensor, Tensor]:
+    assert norm.running_mean is not None and norm.running_var is not None
+    return norm.running_mean, norm.running_var

@@ -43,17 +43,21 @@ def render_page(report: Report) -> str:
         ("File", format_bytes(report.file.num_bytes), f"{report.file.num_bytes:,} bytes"),
         ("In float32", format_bytes(report.float_bytes), f"{report.float_bytes:,} bytes: parameters and buffers"),
         ("Weights kept", kept, f"{total['num_kept']:,} of {total['num_weights']:,}"),
-        ("Names, shapes, sums", format_bytes(report.header_bytes), f"{report.header_bytes / report.file.num_bytes:.1%}"),
+        (
+            "Names, shapes, sums",
+            format_bytes(report.header_bytes),
+            f"{report.header_bytes / report.file.num_bytes:.1%}",
+        ),
     ]
     header = (
-        f'<header><h1>{escape(report.title)}</h1><p class="verdict"><b class="good">{report.ratio:.1f} times</b> smaller '
-        f"than all of its parameters and buffers in float32</p>{tile_list(tiles)}</header>\n"
+        f'<header><h1>{escape(report.title)}</h1><p class="verdict"><b class="good">{report.ratio:.1f} times</b> '
+        f"smaller than all of its parameters and buffers in float32</p>{tile_list(tiles)}</header>\n"
     )
     *rows, last = report.cells()
     note = (
-        '<p class="note">P is pruning, Q sharing of weights, H coding. Bits are those of a kept weight: of its value before '
-        "(P+Q) and after coding (P+Q+H), and of its place (index) before and after. Rates are shares of float32 bytes; that "
-        "of the total after coding counts every byte of the file.</p>"
+        '<p class="note">P is pruning, Q sharing of weights, H coding. Bits are those of a kept weight: of its value '
+        "before (P+Q) and after coding (P+Q+H), and of its place (index) before and after. Rates are shares of float32 "
+        "bytes; that of the total after coding counts every byte of the file.</p>"
     )
     kinds = ("name", *("number",) * (len(HEADS) - 1))
     sections = [
@@ -84,7 +88,9 @@ def _bits_figure(report: Report) -> str:
         is_wide = frame.kind == "wide"
         left, step = (300 if is_wide else 118), _ROW_HEIGHT
         height = step * len(rows) + 12
-        svg = open_svg(Frame(frame.kind, frame.width, height, left, 16, 0), "parts", "Bytes of each tensor by what they are")
+        svg = open_svg(
+            Frame(frame.kind, frame.width, height, left, 16, 0), "parts", "Bytes of each tensor by what they are"
+        )
         for place, row in enumerate(rows):
             y = 6 + place * step
             name = row.name if len(row.name) <= (40 if is_wide else 15) else f"..{row.name[-(38 if is_wide else 13) :]}"
@@ -94,7 +100,8 @@ def _bits_figure(report: Report) -> str:
                 width = size / largest * (frame.width - left - (90 if is_wide else 56))
                 if size:
                     title = f"<title>{escape(row.name)}, {what}: {size:,} bytes</title>"
-                    svg += f'<rect class="role-{role}" x="{x:.1f}" y="{y + 3}" width="{width:.1f}" height="{step - 8}">{title}</rect>'
+                    size_of = f'width="{width:.1f}" height="{step - 8}"'
+                    svg += f'<rect class="role-{role}" x="{x:.1f}" y="{y + 3}" {size_of}>{title}</rect>'
                 x += width
             svg += svg_text(x + 6, y + 16, f"{row.file_bytes:,}", "", "start")
         return svg + "</svg>"
@@ -111,8 +118,9 @@ def _tensor_articles(report: Report) -> str:
     rest = len(rows) - len(shown)
     left_out = f'<p class="note">{rest} smaller tensors are left out.</p>' if rest else ""
     note = (
-        '<p class="note">Each picture has a row for every output, and what was removed is blank; positive weights are orange, '
-        "negative ones blue. Below it, bars count the kept weights by value, and a line marks each shared value.</p>"
+        '<p class="note">Each picture has a row for every output, and what was removed is blank; positive weights are '
+        "orange, negative ones blue. Below it, bars count the kept weights by value, and a line marks each shared "
+        "value.</p>"
     )
     return f'{note}<div class="tensors">{articles}</div>{left_out}'
 

@@ -1,8 +1,12 @@
-"""Which weights of all layers are kept: those whose removal would change the outputs most, by one measure for all.
+"""Which weights of all layers are kept: those whose removal would change the loss most, by one measure for all.
 
-In: weights, hidden values of removed ones, the price of a squared error in each layer, and how many may stay. Out: masks.
-A weight's score is price * w^2; the same threshold holds for every layer, so layers are pruned by their sensitivity. A
-removed weight may come back when its hidden value would be worth it, with a margin, so that none goes back and forth
+In: weights, hidden values of removed ones, what a change of each costs, and how many may stay. Out: masks. A weight's
+score is w^2 times the root of the mean square of its gradient, which Adam keeps anyway: with the mean square itself it
+would be optimal brain damage's saliency, by the diagonal of the empirical Fisher matrix (LeCun, Denker & Solla 1990;
+Theis et al. 2018), and the root did better. The threshold is one for every layer, so layers are pruned by their
+sensitivity. Where an optimizer keeps no such mean, the score is w^2 times the price that was measured for the layer.
+
+A removed weight may come back when its hidden value would be worth it, with a margin, so that none goes back and forth
 (Guo, Yao & Chen 2016). One weight of a layer stays in any case: without one, nothing would pass through it.
 """
 
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 from undertow.ops.projection import Masks
 
 _MARGIN = 0.8  # of the score of a hidden value
+_SQUARES = "exp_avg_sq"  # where Adam and AdamW keep it
 
 
 def find_prunable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -33,23 +38,35 @@ def keep_all(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def choose_again(masks: Masks, prices: Mapping[str, float], num_kept: int) -> None:
+def choose_again(
+    masks: Masks, prices: Mapping[str, float], num_kept: int, optimizer: torch.optim.Optimizer | None = None
+) -> None:
     """Change the masks so that `num_kept` weights stay, and the parameters with them."""
+    squares = _mean_squares(masks, optimizer)
     wholes, scores = {}, {}
     for name, parameter in masks.parameters.items():
         kept, hidden = masks.kept[name], masks.hidden[name]
         wholes[name] = torch.where(kept, parameter.detach(), hidden)
-        score = wholes[name].float().square() * prices[name]
+        price = prices[name] if squares is None else squares[name].float().sqrt()
+        score = wholes[name].float().square() * price
         scores[name] = torch.where(kept, score, score * _MARGIN)
     threshold = _threshold(list(scores.values()), num_kept)
     for name, parameter in masks.parameters.items():
         kept = scores[name] > threshold
         if not kept.any():
-            kept.view(-1)[scores[name].argmax()] = True
+            kept.view(-1)[wholes[name].abs().argmax()] = True
         whole = wholes[name]
         masks.hidden[name].copy_(whole)
         masks.kept[name].copy_(kept)
         parameter.copy_(torch.where(kept, whole, torch.zeros_like(whole)))
+
+
+def _mean_squares(masks: Masks, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor] | None:
+    """The mean square of each weight's gradient, by the optimizer; None if it keeps none."""
+    if optimizer is None:
+        return None
+    found = {name: optimizer.state[parameter].get(_SQUARES) for name, parameter in masks.parameters.items()}
+    return found if all(isinstance(item, Tensor) for item in found.values()) else None
 
 
 def _threshold(scores: list[Tensor], num_kept: int) -> float:

@@ -93,8 +93,8 @@ class Report:
     def __str__(self) -> str:
         table = align([HEADS, *self.cells()], "<" + ">" * (len(HEADS) - 1))
         legend = (
-            "bits per kept weight: P+Q before coding, P+Q+H after; index: of its place, before and after coding; rates: "
-            "share of float32 bytes. P pruning, Q sharing, H coding"
+            "bits per kept weight: P+Q before coding, P+Q+H after; index: of its place, before and after coding; "
+            "rates: share of float32 bytes. P pruning, Q sharing, H coding"
         )
         verdict = (
             f"{self.title}: {self.file.num_bytes:,} bytes, {self.header_bytes:,} of them names, shapes and sums; "

@@ -30,6 +30,8 @@ from undertow.train.objective import Objective
 _TEMPERATURE = 3.0
 _LAST_SHARE = 0.01  # of the learning rate, at the end
 
+Between = Callable[[float, torch.optim.Optimizer], None]  # gets the share of the steps that were done
+
 
 class Stopped(Exception):
     """A signal asked for the end; nothing of these epochs is kept."""
@@ -59,9 +61,9 @@ class Trainer:
         num_epochs: int,
         lr: float,
         masks: Masks | None = None,
-        between: Callable[[float], None] = lambda done: None,
+        between: Between | None = None,
     ) -> float:
-        """Train; returns the mean loss of the last epoch. `between(share of the steps done)` runs before each step."""
+        """Train; returns the mean loss of the last epoch. `between` runs before each step but the first."""
         if not parameters or not num_epochs:
             return 0.0
         torch.manual_seed(first_epoch)  # of dropout and the like
@@ -74,7 +76,8 @@ class Trainer:
             for batch in self._batches(epoch):
                 if reason := self.should_stop():
                     raise Stopped(reason)
-                between(done / num_steps)
+                if between is not None and done:
+                    between(done / num_steps, optimizer)
                 falling = 0.5 + 0.5 * math.cos(math.pi * min(done / num_steps, 1.0))
                 for group in optimizer.param_groups:
                     group["lr"] = lr * (_LAST_SHARE + (1 - _LAST_SHARE) * falling)
@@ -87,7 +90,9 @@ class Trainer:
             total /= max(num, 1)
         return total
 
-    def _plan(self, network: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, masks: Masks | None) -> TrainStep:
+    def _plan(
+        self, network: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, masks: Masks | None
+    ) -> TrainStep:
         step = train_step(
             network,
             batch.args,

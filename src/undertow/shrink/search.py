@@ -23,7 +23,7 @@ from undertow.ops.projection import Masks
 from undertow.shrink.network import SharedNetwork, write_back
 from undertow.shrink.norms import fold_norms
 from undertow.shrink.pruning import choose_again, find_prunable, keep_all
-from undertow.shrink.retraining import Trainer
+from undertow.shrink.retraining import Between, Trainer
 from undertow.shrink.sensitivity import measure_prices, on_grid, without_smallest
 from undertow.shrink.settings import Settings
 from undertow.shrink.sharing import Prices, share
@@ -78,16 +78,16 @@ class Search:
         num_before = sum(int(mask.count_nonzero()) for mask in start.kept.values())
         num_wanted = max(int(num_before * state.factor), len(parameters))
         prices = measure_prices(self.run, parameters, without_smallest(0.3))
-        masks, last = Masks(self.model, start.kept), -1
+        masks, last = Masks(self.model, start.kept), 0
 
-        def choose(done: float) -> None:
+        def choose(done: float, optimizer: torch.optim.Optimizer) -> None:
             nonlocal last
             number = int(done * _SURGERIES)
             if number == last or done > _CHOOSING:
                 return
             last = number
-            share_left = state.factor ** min((number + 1) / (_SURGERIES * _FALLING), 1.0)
-            choose_again(masks, prices, max(int(num_before * share_left), num_wanted))
+            share_left = state.factor ** min(number / (_SURGERIES * _FALLING), 1.0)
+            choose_again(masks, prices, max(int(num_before * share_left), num_wanted), optimizer)
 
         trained = [item for item in self.model.parameters() if item.is_floating_point() and item.numel()]
         self._train(state, self.model, trained, self.settings.lr, masks, choose)
@@ -116,9 +116,7 @@ class Search:
         # With error = price * step^2 / 12 and d error / d bit = -2 ln 2 error, all errors add up to the distortion.
         bit_price = 2 * math.log(2) * distortion / max(num_kept, 1)
         kept = {**keep_all(parameters), **start.kept}
-        coded = {
-            name: share(item, kept[name], Prices(prices[name], bit_price)) for name, item in parameters.items()
-        }
+        coded = {name: share(item, kept[name], Prices(prices[name], bit_price)) for name, item in parameters.items()}
         network = SharedNetwork(self.model, coded)
         self._train(state, network, list(network.codebooks), self.settings.lr)
         coded = network.coded()
@@ -159,7 +157,7 @@ class Search:
         parameters: list[nn.Parameter],
         lr: float,
         masks: Masks | None = None,
-        between: Callable[[float], None] = lambda done: None,
+        between: Between | None = None,
     ) -> None:
         first = state.epoch
         epochs = self.settings.epochs

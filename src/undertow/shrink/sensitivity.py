@@ -1,7 +1,7 @@
 """How much a change of each tensor changes the network's outputs: the price of a squared error.
 
 In: a model in `eval()`, a batch, and a change of one tensor at a time. Out: per tensor the mean squared change of the
-outputs, in parts of their variance, divided by the squared change of the tensor. Near a trained network this is half the
+outputs, in parts of their variance, divided by the squared change of the tensor. Near a trained network this is the
 curvature that the tensor's weights have on average (as in optimal brain damage, LeCun, Denker & Solla 1990), measured
 and not derived, so it holds for any output and any layer. Two weights of a layer count alike.
 """
@@ -24,7 +24,7 @@ _LEAST_SHARE = 1e-3
 def measure_prices(
     run: Callable[[], Any], parameters: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    """The price of each parameter; `run` gives the model's outputs, `change(parameter)` the parameter as it would be."""
+    """The price of each parameter; `run` gives the outputs, `change(parameter)` the parameter as it would be."""
     outputs = _numbers(run())
     variance = max(float(outputs.var(unbiased=False)), 1e-12)
     prices: dict[str, float] = {}

@@ -1,9 +1,9 @@
-"""A tensor of few values: each weight is assigned by distance and bits, and how many values there are follows from that.
+"""A tensor of few values: weights are assigned by distance and bits; how many values there are follows from that.
 
-In: weights, which of them are kept, the price of a squared error and the price of a bit. Out: a CodedTensor that makes
-`error_price * (w - value)^2 + bit_price * bits`, summed over the weights, small (entropy-constrained quantisation: Chou,
-Lookabaugh & Gray 1989). A removed weight is the value 0, so a kept one may be removed as well where that is cheaper.
-Bits are those of an order-0 coder; the file's coder takes fewer. Several beginnings are followed, and the best is kept.
+In: weights, which of them are kept, the price of a squared error and the price of a bit. Out: a CodedTensor for which
+the sum of `error_price * (w - value)^2 + bit_price * bits` is small (entropy-constrained quantisation: Chou, Lookabaugh
+& Gray 1989). A removed weight is the value 0, so a kept one may be removed as well where that is cheaper. Bits are
+those of an order-0 coder; the file's coder takes fewer. Several beginnings are followed, and the best is kept.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ class State:
     phase: str = PRUNE
     epoch: int = 0  # of all epochs so far; draws follow from it
     factor: float = 0.4  # the share that the next phase of pruning leaves
-    distortion: float = 0.01  # the error of the outputs that the next phase of sharing allows, in parts of their variance
+    distortion: float = (
+        0.01  # the error of the outputs that the next phase of sharing allows, in parts of their variance
+    )
     low: float = 0.0  # the largest distortion that was good enough
     num_refused: int = 0
     dense_score: float = 0.0
