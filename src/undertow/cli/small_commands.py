@@ -32,7 +32,7 @@ def compress_command(
     epochs: Annotated[int, typer.Option(help="Epochs of retraining in each phase.", min=1)] = 4,
     lr: Annotated[float, typer.Option(help="Learning rate of retraining.")] = 1e-3,
     optimizer: Annotated[str, typer.Option(help="adam, adamw or sgd.")] = "adam",
-    distill: Annotated[float, typer.Option(help="Share of the dense network's outputs in the loss.")] = 0.5,
+    distill: Annotated[float, typer.Option(help="Share of the dense network's outputs in the loss.")] = 0.0,
     numerics: Annotated[str, typer.Option(help="As for train.")] = "exact",
     budget: Annotated[str | None, typer.Option(help="Peak memory of a step, as for train.")] = None,
     is_last: Annotated[bool, typer.Option("--last", help="Take the run's last weights instead of the best.")] = False,

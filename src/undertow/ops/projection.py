@@ -57,6 +57,13 @@ class Masks:
         """The name of a masked parameter."""
         return self._names[id(parameter)]
 
+    def begin(self, kept: Mapping[str, Tensor]) -> None:
+        """Take other masks, in the memory of these, and forget hidden values."""
+        for name, mask in kept.items():
+            self.kept[name].copy_(mask)
+            self.hidden[name].zero_()
+        self.project()
+
     @torch.no_grad()
     def project(self) -> None:
         """Set removed weights to 0, outside of a step."""

@@ -55,7 +55,7 @@ def compress(
     epochs: int = 4,
     lr: float = 1e-3,
     optimizer: str = "adam",
-    distill: float = 0.5,
+    distill: float = 0.0,
     seed: int = 0,
     numerics: str = "exact",
     budget: int | str | None = None,

@@ -51,6 +51,7 @@ class Trainer:
     budget: int | str | None = None
     should_stop: Callable[[], str] = lambda: ""
     costs: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _last: tuple[nn.Module, torch.optim.Optimizer, TrainStep] | None = None
 
     def train(
         self,
@@ -67,9 +68,8 @@ class Trainer:
         if not parameters or not num_epochs:
             return 0.0
         torch.manual_seed(first_epoch)  # of dropout and the like
-        optimizer = self.optimizer(parameters, lr=lr)
         self._train_mode(network)
-        step: TrainStep | None = None
+        optimizer, step = self._find_step(network, parameters, lr, masks)
         num_steps, done, total = max(len(self.feed) * num_epochs, 1), 0, 0.0
         for epoch in range(first_epoch, first_epoch + num_epochs):
             total, num = 0.0, 0
@@ -83,12 +83,24 @@ class Trainer:
                     group["lr"] = lr * (_LAST_SHARE + (1 - _LAST_SHARE) * falling)
                 if step is None:
                     step = self._plan(network, optimizer, batch, masks)
+                    self._last = network, optimizer, step
                 loss = float(step(*batch.call, **batch.kwargs))
                 if not math.isfinite(loss):
                     raise NotFinite(f"the loss is {loss} while the network is retrained; lower the learning rate (lr)")
                 done, num, total = done + 1, num + 1, total + loss
             total /= max(num, 1)
         return total
+
+    def _find_step(
+        self, network: nn.Module, parameters: Sequence[nn.Parameter], lr: float, masks: Masks | None
+    ) -> tuple[torch.optim.Optimizer, TrainStep | None]:
+        """The optimizer as it is when new, and the step that was planned last if it is of the same network."""
+        if self._last is not None:
+            known, optimizer, step = self._last
+            if known is network and step.training.masks is masks:
+                optimizer.state.clear()
+                return optimizer, step
+        return self.optimizer(parameters, lr=lr), None
 
     def _plan(
         self, network: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, masks: Masks | None

@@ -53,6 +53,7 @@ class Search:
     floor: float
     metadata: dict[str, Any]
     say: Callable[[str], None] = lambda line: None
+    _masks: Masks | None = None  # the same in all phases, so that their step is planned once
 
     def run_phase(self, state: State) -> None:
         """Run one phase, and change the state by what it found."""
@@ -78,7 +79,10 @@ class Search:
         num_before = sum(int(mask.count_nonzero()) for mask in start.kept.values())
         num_wanted = max(int(num_before * state.factor), len(parameters))
         prices = measure_prices(self.run, parameters, without_smallest(0.3))
-        masks, last = Masks(self.model, start.kept), 0
+        if self._masks is None:
+            self._masks = Masks(self.model, start.kept)
+        masks, last = self._masks, 0
+        masks.begin(start.kept)
 
         def choose(done: float, optimizer: torch.optim.Optimizer) -> None:
             nonlocal last

@@ -24,7 +24,7 @@ class Settings:
     epochs: int = 4  # of retraining in each phase
     lr: float = 1e-3
     optimizer: str = "adam"
-    distill: float = 0.5  # the share of the dense network's outputs in the loss
+    distill: float = 0.0  # the share of the dense network's outputs in the loss
     seed: int = 0
     numerics: str = "exact"
     budget: int | str | None = None
