@@ -1,4 +1,4 @@
-"""Steps that hold masks, and steps that train shared values: bits against eager PyTorch, bytes against the allocator."""
+"""Steps that hold masks, and steps that train shared values: bits beside eager PyTorch, bytes by the allocator."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@ stay as they are, so a removed weight stays removed. The model itself is not cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from undertow.coding.tensors import CodedTensor
 from undertow.ops.looking_up import LOOK_UP
@@ -38,7 +38,8 @@ class SharedNetwork(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
         weights = {name: self._weight(place) for place, name in enumerate(self.names)}
-        return functional_call(self.model, weights, args, kwargs)
+        with using(self.model, weights):
+            return self.model(*args, **kwargs)
 
     def _weight(self, place: int) -> torch.Tensor:
         weight = LOOK_UP(self.codebooks[place], getattr(self, f"codes{place}"))
@@ -54,6 +55,35 @@ class SharedNetwork(nn.Module):
             else tensor
             for name, tensor in self._coded.items()
         }
+
+
+@contextmanager
+def using(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """The model with these weights for its parameters, by their first names.
+
+    `torch.func.functional_call` sets attributes, and recurrent layers then keep new references at every call, which no
+    recording can repeat. This puts the tensors where the modules look for them, and the same objects back.
+    """
+    given = {id(parameter): weights[name] for name, parameter in model.named_parameters() if name in weights}
+    swapped: list[tuple[Any, str, Any]] = []
+    flat: list[tuple[nn.RNNBase, list[Any]]] = []
+    try:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in given:
+                    swapped.append((module._parameters, name, parameter))
+        for owner, name, parameter in swapped:
+            owner[name] = given[id(parameter)]
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                flat.append((module, module._flat_weights))
+                module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        yield
+    finally:
+        for owner, name, parameter in swapped:
+            owner[name] = parameter
+        for module, before in flat:
+            module._flat_weights = before
 
 
 @torch.no_grad()

@@ -33,8 +33,8 @@ _LAST_SHARE = 0.01  # of the learning rate, at the end
 Between = Callable[[float, torch.optim.Optimizer], None]  # gets the share of the steps that were done
 
 
-class Stopped(Exception):
-    """A signal asked for the end; nothing of these epochs is kept."""
+class Stopped(BaseException):
+    """A signal asked for the end; nothing of these epochs is kept. Like KeyboardInterrupt it is no error."""
 
 
 @dataclass(eq=False)

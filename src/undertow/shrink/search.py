@@ -36,6 +36,7 @@ _MAX_PRUNED = 3  # networks that are gone back to
 _MAX_TRIES = 3
 _WIDENING = 2.0  # of the allowed error, from one phase of sharing to the next
 _MAX_DISTORTION = 4.0
+_SHARED_RATE = 0.1  # of the learning rate: a step of a shared value moves all of its weights
 
 
 @dataclass(eq=False)
@@ -122,10 +123,15 @@ class Search:
         kept = {**keep_all(parameters), **start.kept}
         coded = {name: share(item, kept[name], Prices(prices[name], bit_price)) for name, item in parameters.items()}
         network = SharedNetwork(self.model, coded)
-        self._train(state, network, list(network.codebooks), self.settings.lr)
-        coded = network.coded()
         write_back(self.model, coded)
         score = self.judge()
+        self._train(state, network, list(network.codebooks), self.settings.lr * _SHARED_RATE)
+        trained = network.coded()
+        write_back(self.model, trained)
+        if (after := self.judge()) >= score:
+            coded, score = trained, after
+        else:
+            write_back(self.model, coded)
         data = pack_model(self.model, coded, self.metadata, self.settings.coder)
         is_good = score >= self.floor
         about = {"phase": SHARE, "distortion": distortion, "bytes": len(data), "score": score, "is_good": is_good}
