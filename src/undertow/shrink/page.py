@@ -30,6 +30,7 @@ article{background:var(--raised);border:1px solid var(--faint);border-radius:10p
 article h3{margin:0 0 2px;overflow-wrap:anywhere}article>small{color:var(--soft);display:block;margin:0 0 10px}
 article>img{width:100%;max-height:240px;object-fit:contain;image-rendering:pixelated;background:var(--page);
 border-radius:3px;display:block}article figure{border:0;padding:0;margin:12px 0 0}
+article svg.wide{display:none}article svg.small{display:block;max-width:none}
 .bin{fill:var(--optimizer)}.value{stroke:var(--recomputed);stroke-width:2}
 @media(max-width:760px){.tensors{grid-template-columns:minmax(0,1fr)}}
 """
