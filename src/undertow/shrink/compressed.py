@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from undertow.coding.entries import Kind
+from undertow.coding.payloads import Coder, encode_tensor
 from undertow.coding.small_file import DEFAULT_MAX_OUTPUT_BYTES, SmallFile, open_small_file
 from undertow.coding.table import Row, make_table
 from undertow.coding.tensors import CodedTensor
@@ -112,19 +113,34 @@ class Compressed:
         )
         trainer.train(network, list(network.codebooks), first_epoch=0, num_epochs=epochs, lr=lr)
         write_back(self.model, coded)  # so that what is not coded is packed as it is in the file
-        coder = "huffman" if any(entry.kind is Kind.HUFFMAN for entry in self.file.entries.values()) else "mixed"
-        data = b""
-        # Values that end in more zeros take less room.
-        for num_bits in range(CODEBOOK_BITS, 0, -1):
-            coded = network.coded(num_bits)
-            data = pack_model(self.model, coded, self.file.metadata, coder)
-            if len(data) <= len(self.data):
-                break
-        else:
-            raise CallError(f"the trained values take {len(data)} bytes, more than the {len(self.data)} of the file")
-        self.data, self.file = data, SmallFile(data, self.file.where)
+        self.data = self._pack_no_larger(coded, network)
+        self.file = SmallFile(self.data, self.file.where)
         load_file(self.file, self.model)
         return self
+
+    def _pack_no_larger(self, before: dict[str, CodedTensor], network: SharedNetwork) -> bytes:
+        """The bytes with the trained values: rounded as ever, or a bit coarser; else some codebooks stay untrained.
+
+        Which bytes a codebook takes depends on its values. Those that grew most are left as they were, until it fits.
+        """
+        coder: Coder = "huffman" if any(item.kind is Kind.HUFFMAN for item in self.file.entries.values()) else "mixed"
+
+        def pack(coded: dict[str, CodedTensor]) -> bytes:
+            return pack_model(self.model, coded, self.file.metadata, coder)
+
+        for num_bits in (CODEBOOK_BITS, CODEBOOK_BITS - 1):
+            if len(data := pack(network.coded(num_bits))) <= len(self.data):
+                return data
+        coded = network.coded()
+        growth = {
+            name: len(encode_tensor(name, coded[name], coder)[1]) - len(encode_tensor(name, item, coder)[1])
+            for name, item in before.items()
+        }
+        for name in sorted(growth, key=lambda name: -growth[name]):
+            coded[name] = before[name]
+            if len(data := pack(coded)) <= len(self.data):
+                return data
+        return self.data
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""

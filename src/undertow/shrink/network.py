@@ -7,6 +7,7 @@ stay as they are, so a removed weight stays removed. The model itself is not cha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,8 @@ from torch import nn
 from undertow.coding.tensors import CodedTensor
 from undertow.ops.looking_up import LOOK_UP
 from undertow.shrink.sharing import CODEBOOK_BITS, dense_codes, round_codebook
+
+_FLAT = ("_flat_weights", "_flat_weight_refs")  # what a recurrent layer knows of its weights
 
 
 class SharedNetwork(nn.Module):
@@ -66,7 +69,7 @@ def using(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[Non
     """
     given = {id(parameter): weights[name] for name, parameter in model.named_parameters() if name in weights}
     swapped: list[tuple[Any, str, Any]] = []
-    flat: list[tuple[nn.RNNBase, list[Any]]] = []
+    flat: list[tuple[nn.RNNBase, dict[str, Any]]] = []
     try:
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -76,14 +79,16 @@ def using(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[Non
             owner[name] = given[id(parameter)]
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
-                flat.append((module, module._flat_weights))
+                # It compares its weights with those that it knows, and would note the change itself, for good.
+                flat.append((module, {name: getattr(module, name) for name in _FLAT}))
                 module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+                module._flat_weight_refs = [weakref.ref(weight) for weight in module._flat_weights]
         yield
     finally:
         for owner, name, parameter in swapped:
             owner[name] = parameter
         for module, before in flat:
-            module._flat_weights = before
+            vars(module).update(before)
 
 
 @torch.no_grad()
