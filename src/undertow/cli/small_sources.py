@@ -7,7 +7,7 @@ they judge mildly, and that is said. Test data never judges.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from undertow.train.config import make_config
 from undertow.train.devices import choose_device, move_model
 from undertow.train.weights import read_tensors
 from undertow.train.workload import Workload
+
+_OF_DATA = ("columns", "image_size", "normalise", "augment", "validation", "workers")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ def load_source(run: str, data: str | None, validation: str, weights: str | None
             raise CallError(f"--weights {weights}: say which data to retrain on with --data")
         config = make_config({"model": run, "data": data}, "command line")
     is_own_loader = ":" in config.data
+    if is_own_loader and data is not None:
+        # What the run did to its own data is not for loaders that are given instead.
+        fresh: dict[str, Any] = {item.name: item.default for item in fields(config) if item.name in _OF_DATA}
+        config = replace(config, **fresh)
     has_split = config.validation is not None
     notes: tuple[str, ...] = ()
     if not is_own_loader and not has_split:
