@@ -41,7 +41,7 @@ class Masks:
                     f"{list(parameters[name].shape)}"
                 )
         self.parameters = {name: parameters[name] for name in kept}
-        self.kept = {name: mask.clone() for name, mask in kept.items()}
+        self.kept = {name: mask.to(parameters[name].device, copy=True) for name, mask in kept.items()}
         self.hidden = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self.project()

@@ -25,7 +25,7 @@ from undertow.errors import CallError
 from undertow.shrink.network import SharedNetwork, write_back
 from undertow.shrink.retraining import Trainer
 from undertow.shrink.search import pack_model
-from undertow.shrink.settings import OPTIMIZERS
+from undertow.shrink.settings import OPTIMIZERS, Settings
 from undertow.shrink.sharing import CODEBOOK_BITS
 from undertow.train.checkpoint import check_weights, load_weights
 from undertow.train.feeding import Feed
@@ -90,7 +90,7 @@ class Compressed:
         numerics: str = "exact",
         budget: int | str | None = None,
     ) -> Compressed:
-        """Train the shared values; the file keeps its size or gets smaller. Returns itself."""
+        """Train the shared values; the file keeps its size or gets smaller. Returns itself, its model in `eval()`."""
         coded = {
             name: item
             for name in dict(self.model.named_parameters())
@@ -98,20 +98,27 @@ class Compressed:
         }
         if not any(tensor.num_kept for tensor in coded.values()):
             raise CallError(f"{self.file.where} has no shared values, so there is nothing to train")
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(False)
-        network = SharedNetwork(self.model, coded)
-        device = next(iter(network.codebooks)).device
+        settings = Settings(epochs=epochs, lr=lr, optimizer=optimizer, seed=seed, numerics=numerics, budget=budget)
+        device = next(self.model.parameters()).device
+        network = SharedNetwork(self.model, coded).to(device)
         trainer = Trainer(
             make_objective(loss),
             Feed(train, seed),
             device,
             None,
-            optimizer=OPTIMIZERS[optimizer],
+            optimizer=OPTIMIZERS[settings.optimizer],
             numerics=numerics,
             budget=budget,
         )
-        trainer.train(network, list(network.codebooks), first_epoch=0, num_epochs=epochs, lr=lr)
+        flags = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+        try:
+            for parameter, _ in flags:
+                parameter.requires_grad_(False)
+            trainer.train(network, list(network.codebooks), first_epoch=0, num_epochs=epochs, lr=lr)
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+            self.model.eval()
         write_back(self.model, coded)  # so that what is not coded is packed as it is in the file
         self.data = self._pack_no_larger(coded, network)
         self.file = SmallFile(self.data, self.file.where)

@@ -140,6 +140,7 @@ def shrink(
         state.best, small, "the compressed network", is_accuracy_kept=state.is_kept, history=state.history
     )
     result.accuracy = {"validation": state.score, "dense_validation": state.dense_score}
+    small.eval()
     if parts.test is not None:
         test = Feed(parts.test, settings.seed)
         for name, judged in (("test", evaluator), ("dense_test", dense)):

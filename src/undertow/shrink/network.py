@@ -81,8 +81,9 @@ def using(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[Non
             if isinstance(module, nn.RNNBase):
                 # It compares its weights with those that it knows, and would note the change itself, for good.
                 flat.append((module, {name: getattr(module, name) for name in _FLAT}))
-                module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-                module._flat_weight_refs = [weakref.ref(weight) for weight in module._flat_weights]
+                found: list[Any] = [getattr(module, name) for name in module._flat_weights_names]
+                known = [None if weight is None else weakref.ref(weight) for weight in found]
+                vars(module).update(zip(_FLAT, (found, known), strict=True))
         yield
     finally:
         for owner, name, parameter in swapped:

@@ -122,7 +122,7 @@ class Search:
         bit_price = 2 * math.log(2) * distortion / max(num_kept, 1)
         kept = {**keep_all(parameters), **start.kept}
         coded = {name: share(item, kept[name], Prices(prices[name], bit_price)) for name, item in parameters.items()}
-        network = SharedNetwork(self.model, coded)
+        network = SharedNetwork(self.model, coded).to(self.trainer.device)
         write_back(self.model, coded)
         score = self.judge()
         self._train(state, network, list(network.codebooks), self.settings.lr * _SHARED_RATE)

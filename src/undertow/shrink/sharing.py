@@ -46,7 +46,9 @@ def share(weights: Tensor, kept: Tensor | None, prices: Prices) -> CodedTensor:
     values, counts = make_histogram(flat[mask])
     if not values.size:
         empty = torch.zeros(0, dtype=weights.dtype)
-        return CodedTensor(tuple(weights.shape), kept, torch.zeros(0, dtype=torch.int32), empty)
+        return CodedTensor(
+            tuple(weights.shape), None if kept is None else kept.cpu(), torch.zeros(0, dtype=torch.int32), empty
+        )
     num_zeros = None if kept is None else float(flat.size - mask.sum())
     _, centroids, bits = min(
         (_refine(values, counts, num_zeros, begun, prices) for begun in _beginnings(values, counts, prices)),
