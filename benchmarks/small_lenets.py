@@ -54,7 +54,7 @@ def measure(network: str, seed: int, loss: float, options: argparse.Namespace) -
         "dense_error": 100 - accuracy["dense_test"],
         "error": 100 - accuracy["test"],
         "is_accuracy_kept": found["is_accuracy_kept"],
-        "phases": len(found["history"]),
+        "rounds": len(found["history"]),
         "seconds": time.perf_counter() - start,
     }
 

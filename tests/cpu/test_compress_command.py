@@ -130,7 +130,7 @@ def test_a_stopped_command_goes_on_to_the_same_bytes(folder, number):
     if number != signal.SIGKILL:
         assert "the same command goes on from" in err
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0 and "going on after phase" in done.stderr, done.stderr
+    assert done.returncode == 0 and "going on after round" in done.stderr, done.stderr
     assert (folder / f"stopped{number}.utz").read_bytes() == (folder / "net.utz").read_bytes()
     assert not state.exists()
 

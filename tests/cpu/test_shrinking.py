@@ -87,9 +87,9 @@ def test_the_accuracy_asked_for_is_kept_and_the_file_is_the_network(dense, small
         assert torch.equal(item, before[name]), "the model that was given has changed"
 
 
-def test_every_phase_keeps_to_what_it_says(small):
-    pruned = [item for item in small.history if item["phase"] == "prune"]
-    shared = [item for item in small.history if item["phase"] == "share"]
+def test_every_round_keeps_to_what_it_says(small):
+    pruned = [item for item in small.history if item["kind"] == "prune"]
+    shared = [item for item in small.history if item["kind"] == "share"]
     good = [item["kept"] for item in pruned if item["is_good"]]
     assert good == sorted(good, reverse=True) and good[-1] < 0.5
     assert any(not item["is_good"] for item in pruned), "the search ended before anything was too much"
@@ -113,7 +113,7 @@ def test_a_killed_search_goes_on_to_the_same_bytes(dense, small, tmp_path, monke
 
     def kill(path, state):
         save(path, state)
-        saved.append(state.phase)
+        saved.append(state.kind)
         raise Killed
 
     monkeypatch.setattr(compressing, "save_state", kill)
@@ -121,7 +121,7 @@ def test_a_killed_search_goes_on_to_the_same_bytes(dense, small, tmp_path, monke
         with pytest.raises(Killed):
             ut.compress(dense, **ASKED, checkpoint=path)
     assert saved == ["prune"] * 3 and len(load_state(path).history) == 3
-    # From here on no phase of pruning is killed, and the first of sharing is.
+    # From here on no round of pruning is killed, and the first of sharing is.
     monkeypatch.setattr(compressing, "save_state", lambda path, state: (kill if state.best else save)(path, state))
     with pytest.raises(Killed):
         ut.compress(dense, **ASKED, checkpoint=path)
@@ -130,11 +130,11 @@ def test_a_killed_search_goes_on_to_the_same_bytes(dense, small, tmp_path, monke
     assert found.data == small.data and found.history == small.history
 
 
-def test_a_stop_inside_a_phase_loses_that_phase_alone(dense, small, tmp_path, monkeypatch):
+def test_a_stop_inside_a_round_loses_that_round_alone(dense, small, tmp_path, monkeypatch):
     path, calls = tmp_path / "state", []
 
     class Stopping:
-        """Asks for the end in the third phase."""
+        """Asks for the end in the third round."""
 
         def __enter__(self):
             return self
@@ -156,7 +156,7 @@ def test_a_stop_inside_a_phase_loses_that_phase_alone(dense, small, tmp_path, mo
 
 def test_a_state_of_something_else_is_refused(dense, tmp_path, monkeypatch):
     path = tmp_path / "state"
-    monkeypatch.setattr(compressing.Search, "run_phase", lambda self, state: setattr(state, "phase", "done"))
+    monkeypatch.setattr(compressing.Search, "run_round", lambda self, state: setattr(state, "kind", "done"))
     with pytest.raises(ut.UndertowError):  # nothing was found, so there is no file
         ut.compress(dense, **ASKED, checkpoint=path)
     with pytest.raises(ut.CallError, match="another lr"):
@@ -196,7 +196,7 @@ def test_an_accuracy_that_cannot_be_kept_gives_the_best_that_could(dense, monkey
     monkeypatch.setattr(compressing, "score_of", judge)
     found = ut.compress(dense, **ASKED)
     assert not found.is_accuracy_kept
-    scores = [item["score"] for item in found.history if item["phase"] == "share"]
+    scores = [item["score"] for item in found.history if item["kind"] == "share"]
     assert found.accuracy["validation"] == max(scores)
     assert accuracy(found.model, VALIDATION) == pytest.approx(max(scores))
 

@@ -29,7 +29,7 @@ def compress_command(
     data: Annotated[str | None, typer.Option(help="Data to use instead of the run's own; as for train.")] = None,
     validation: Annotated[str, typer.Option(help="Share of the training data that judges, or other data.")] = "0.1",
     weights: Annotated[str | None, typer.Option(metavar="FILE.safetensors", help="Weights of a model.")] = None,
-    epochs: Annotated[int, typer.Option(help="Epochs of retraining in each phase.", min=1)] = 4,
+    epochs: Annotated[int, typer.Option(help="Epochs of retraining in each round.", min=1)] = 4,
     lr: Annotated[float, typer.Option(help="Learning rate of retraining.")] = 1e-3,
     optimizer: Annotated[str, typer.Option(help="adam, adamw or sgd.")] = "adam",
     distill: Annotated[float, typer.Option(help="Share of the dense network's outputs in the loss.")] = 0.0,

@@ -16,7 +16,7 @@ from undertow.kernels.compiler import cached_njit
 
 STARTS = ("linear", "density", "exact")
 MAX_BINS = 2048
-_LLOYD_ROUNDS = 50
+_LLOYD_TURNS = 50
 
 
 def make_histogram(values: Any) -> tuple[Any, Any]:
@@ -54,7 +54,7 @@ def squared_error(values: Any, counts: Any, centroids: Any) -> float:
 
 
 def _follow_lloyd(values: Any, counts: Any, centroids: Any) -> Any:
-    for _ in range(_LLOYD_ROUNDS):
+    for _ in range(_LLOYD_TURNS):
         place = numpy.searchsorted((centroids[1:] + centroids[:-1]) / 2, values)
         weights = numpy.bincount(place, counts, centroids.size)
         sums = numpy.bincount(place, counts * values, centroids.size)

@@ -36,7 +36,7 @@ FLOAT_BYTES = 4
 
 @dataclass(eq=False)
 class Compressed:
-    """`history` has a record for each phase of the search; scores are in percent of accuracy, or minus the loss."""
+    """`history` has a record for each round of the search; scores are in percent of accuracy, or minus the loss."""
 
     model: nn.Module
     file: SmallFile

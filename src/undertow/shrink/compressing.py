@@ -4,7 +4,7 @@
 
 Validation data decides; test data is read at the end, if it is given. The model that was given stays as it is, and is
 the dense network that the small one is compared with and learns from. With `checkpoint` the search can be killed at any
-moment, and the same call goes on from its last whole phase to the same bytes.
+moment, and the same call goes on from its last whole round to the same bytes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def compress(
 
     `train`, `validation` and `test` are loaders, or lists, of batches as `undertow train` reads them: pairs of inputs
     and targets, or dicts. `max_loss` is in percentage points of accuracy on the validation data; where there are no
-    labels, in percent of the loss. `epochs` are those of each phase. If the accuracy cannot be kept, the result is the
+    labels, in percent of the loss. `epochs` are those of each round. If the accuracy cannot be kept, the result is the
     best that could, and `is_accuracy_kept` is False.
     """
     settings = Settings(max_loss, coder, epochs, lr, optimizer, distill, seed, numerics, budget)
@@ -99,7 +99,7 @@ def shrink(
     allowed = settings.max_loss if found.accuracy is not None else abs(found.loss) * settings.max_loss / 100
     say(f"the dense network: {found.line}")
     if state.history:
-        say(f"going on after phase {len(state.history)}")
+        say(f"going on after round {len(state.history)}")
 
     def run() -> Any:
         with evaluating(small):
@@ -128,8 +128,8 @@ def shrink(
             say,
         )
         try:
-            while state.phase != DONE:
-                search.run_phase(state)
+            while state.kind != DONE:
+                search.run_round(state)
                 if path is not None:
                     save_state(path, state)
         except Stopped:

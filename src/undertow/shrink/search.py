@@ -1,10 +1,10 @@
-"""The search for the smallest file that is good enough, phase by phase.
+"""The search for the smallest file that is good enough, round by round.
 
-In: a trained model, a trainer, a judge on validation data. Out: the bytes of the best file. A phase of pruning leaves a
+In: a trained model, a trainer, a judge on validation data. Out: the bytes of the best file. A round of pruning leaves a
 share of the weights and retrains; as long as the network is good enough the next one goes on from there, otherwise the
-same is tried with a larger share. Then phases of sharing allow more and more error of the outputs, each from the same
-pruned network, retraining the shared values. A phase depends on the state before it and on nothing else, so a killed
-search repeats its phase and ends in the same bytes. Test data plays no part.
+same is tried with a larger share. Then rounds of sharing allow more and more error of the outputs, each from the same
+pruned network, retraining the shared values. A round depends on the state before it and on nothing else, so a killed
+search repeats its round and ends in the same bytes. Test data plays no part.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from undertow.shrink.sharing import Prices, share
 from undertow.shrink.state import DONE, PRUNE, SHARE, Pruned, State
 
 _LEAST_STEP = 0.9  # pruning ends when less than a tenth of what is left may go
-_SURGERIES = 30  # a phase of pruning changes its masks so often at most
-_FALLING, _CHOOSING = 0.5, 0.7  # shares of a phase: the masks shrink, and they are chosen again
+_SURGERIES = 30  # a round of pruning changes its masks so often at most
+_FALLING, _CHOOSING = 0.5, 0.7  # shares of a round: the masks shrink, and they are chosen again
 _MAX_PRUNED = 3  # networks that are gone back to
 _MAX_TRIES = 3
-_WIDENING = 2.0  # of the allowed error, from one phase of sharing to the next
+_WIDENING = 2.0  # of the allowed error, from one round of sharing to the next
 _MAX_DISTORTION = 4.0
 _SHARED_RATE = 0.1  # of the learning rate: a step of a shared value moves all of its weights
 
@@ -54,15 +54,15 @@ class Search:
     floor: float
     metadata: dict[str, Any]
     say: Callable[[str], None] = lambda line: None
-    _masks: Masks | None = None  # the same in all phases, so that their step is planned once
+    _masks: Masks | None = None  # the same in all rounds, so that their step is planned once
 
-    def run_phase(self, state: State) -> None:
-        """Run one phase, and change the state by what it found."""
+    def run_round(self, state: State) -> None:
+        """Run one round, and change the state by what it found."""
         self.trainer.costs = dict(state.costs)
         if not state.pruned:
             first = Pruned(_clone(self.model.state_dict()), keep_all(find_prunable(self.model)), 1.0, state.dense_score)
             state.pruned = [first]
-        if state.phase == PRUNE:
+        if state.kind == PRUNE:
             self._prune(state)
         else:
             self._share(state)
@@ -72,7 +72,7 @@ class Search:
     def _prune(self, state: State) -> None:
         start = state.pruned[0]
         if not start.kept:
-            state.phase = SHARE
+            state.kind = SHARE
             return
         self._load(start)
         parameters = find_prunable(self.model)
@@ -100,14 +100,14 @@ class Search:
         num_kept = sum(int(mask.count_nonzero()) for mask in masks.kept.values())
         score, density = self.judge(), num_kept / num_weights
         is_good = score >= self.floor and num_kept < num_before
-        self._note(state, {"phase": PRUNE, "kept": density, "score": score, "is_good": is_good})
+        self._note(state, {"kind": PRUNE, "kept": density, "score": score, "is_good": is_good})
         if is_good:
             found = Pruned(_clone(self.model.state_dict()), _clone(masks.kept), density, score)
             state.pruned = [found, *state.pruned][:_MAX_PRUNED]
             return
         state.factor = math.sqrt(state.factor)
         if state.factor > _LEAST_STEP:
-            state.phase = SHARE
+            state.kind = SHARE
 
     def _share(self, state: State) -> None:
         start, distortion = state.pruned[0], state.distortion
@@ -134,7 +134,7 @@ class Search:
             write_back(self.model, coded)
         data = pack_model(self.model, coded, self.metadata, self.settings.coder)
         is_good = score >= self.floor
-        about = {"phase": SHARE, "distortion": distortion, "bytes": len(data), "score": score, "is_good": is_good}
+        about = {"kind": SHARE, "distortion": distortion, "bytes": len(data), "score": score, "is_good": is_good}
         self._note(state, about)
         is_nearer = not state.is_kept and (state.score is None or score > state.score)
         if (is_good and (not state.is_kept or len(data) < len(state.best))) or (not is_good and is_nearer):
@@ -142,23 +142,23 @@ class Search:
         self._choose_distortion(state, is_good)
 
     def _choose_distortion(self, state: State, is_good: bool) -> None:
-        """What the next phase of sharing allows: more and more, then once the middle; less if nothing was good yet."""
+        """What the next round of sharing allows: more and more, then once the middle; less if nothing was good yet."""
         if is_good:
             state.low = state.distortion
             state.distortion *= _WIDENING if not state.num_refused else math.sqrt(_WIDENING)
             if state.num_refused or state.distortion > _MAX_DISTORTION:
-                state.phase = DONE
+                state.kind = DONE
             return
         state.num_refused += 1
         if state.low:
             state.distortion = math.sqrt(state.low * state.distortion)
-            state.phase = SHARE if state.num_refused < 2 else DONE
+            state.kind = SHARE if state.num_refused < 2 else DONE
         elif state.num_refused < _MAX_TRIES:
             state.distortion /= 4
         elif len(state.pruned) > 1:
             state.pruned, state.num_refused, state.distortion = state.pruned[1:], 0, State.distortion
         else:
-            state.phase = DONE
+            state.kind = DONE
 
     def _train(
         self,
@@ -180,9 +180,9 @@ class Search:
 
     def _note(self, state: State, about: dict[str, Any]) -> None:
         state.history.append(about)
-        what = f"{about['kept']:.2%} kept" if about["phase"] == PRUNE else f"{about['bytes']:,} bytes"
+        what = f"{about['kept']:.2%} kept" if about["kind"] == PRUNE else f"{about['bytes']:,} bytes"
         verdict = "good enough" if about["is_good"] else "not good enough"
-        self.say(f"phase {len(state.history)}: {about['phase']}, {what}, score {about['score']:.4f}: {verdict}")
+        self.say(f"round {len(state.history)}: {about['kind']}, {what}, score {about['score']:.4f}: {verdict}")
 
 
 def pack_model(model: nn.Module, coded: Mapping[str, CodedTensor], metadata: dict[str, Any], coder: Any) -> bytes:

@@ -21,7 +21,7 @@ class Settings:
 
     max_loss: float = 0.1
     coder: Coder = "mixed"
-    epochs: int = 4  # of retraining in each phase
+    epochs: int = 4  # of retraining in each round
     lr: float = 1e-3
     optimizer: str = "adam"
     distill: float = 0.0  # the share of the dense network's outputs in the loss

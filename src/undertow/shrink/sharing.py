@@ -24,7 +24,7 @@ from undertow.shrink.clustering import STARTS, cluster, make_histogram
 MAX_VALUES = 64
 _NUMS = (1, 2, 4, 8, 16, 32)
 _VALUE_BITS = 10.0  # about what a value takes in the codebook
-_ROUNDS = 30
+_TURNS = 30
 # A value keeps so many bits after its first: 3 % of it, where neighbours are mostly further away.
 CODEBOOK_BITS = 5
 
@@ -72,7 +72,7 @@ def _refine(values: Any, counts: Any, num_zeros: float | None, centroids: Any, p
     """Cost, centroids and bits per code (of the value 0 last) after assigning and moving in turns."""
     bits = numpy.zeros(centroids.size + 1)
     cost = math.inf
-    for _ in range(_ROUNDS):
+    for _ in range(_TURNS):
         place, paid = _nearest(values, centroids, bits, num_zeros is not None, prices)
         weights = numpy.bincount(place, counts, centroids.size + 1)
         sums = numpy.bincount(place, counts * values, centroids.size + 1)[:-1]

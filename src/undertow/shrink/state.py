@@ -1,4 +1,4 @@
-"""How far a shrinking has come, between two phases, and as one file: a killed one goes on from its last whole phase.
+"""How far a shrinking has come, between two rounds, and as one file: a killed one goes on from its last whole round.
 
 The file is written as a run's checkpoint is: safetensors, the rest as JSON in its metadata, a hash over all of it. It
 holds the pruned networks that were good enough, the latest first, and the best small file so far, as its bytes.
@@ -35,16 +35,14 @@ class Pruned:
 
 @dataclass
 class State:
-    """A shrinking between two phases. `score` is that of the best file, or of the nearest to good enough."""
+    """A shrinking between two rounds. `score` is that of the best file, or of the nearest to good enough."""
 
     settings: dict[str, Any]
     dense: str  # the hash of the network that is shrunk
-    phase: str = PRUNE
+    kind: str = PRUNE  # of the next round
     epoch: int = 0  # of all epochs so far; draws follow from it
-    factor: float = 0.4  # the share that the next phase of pruning leaves
-    distortion: float = (
-        0.01  # the error of the outputs that the next phase of sharing allows, in parts of their variance
-    )
+    factor: float = 0.4  # the share that the next round of pruning leaves
+    distortion: float = 0.01  # the outputs' error, in parts of their variance, that the next round of sharing allows
     low: float = 0.0  # the largest distortion that was good enough
     num_refused: int = 0
     dense_score: float = 0.0
