@@ -213,7 +213,8 @@ class Residual(nn.Module):
         self.head = nn.Linear(12 * 36, 3)
         self.register_buffer("steps", torch.tensor([3, 1, 2]))
         self.register_buffer("nothing", torch.zeros(0, 4))
-        self.unused = nn.Parameter(torch.zeros(0, 5))
+        self.empty = nn.Parameter(torch.zeros(0, 5))
+        self.unused = nn.Parameter(torch.ones(7, 5))
 
     def forward(self, x):
         x = torch.relu(self.norm(self.stem(x)))
@@ -289,6 +290,8 @@ def test_networks_of_any_kind(kind, tmp_path):
         is_statistic = "running" in name or "num_batches" in name
         if name not in dict(model.named_parameters(remove_duplicate=False)) and not is_statistic:
             assert torch.equal(state[name], item), f"{name} is no weight, and has changed"
+    if kind == "residual":
+        assert loaded.unused.count_nonzero() <= 1, "a weight without part in the loss is kept"
     if kind == "transformer":
         file = open_small_file(tmp_path / "net.utz")
         assert file.entries["output.weight"].alias_of == "embedding.weight"

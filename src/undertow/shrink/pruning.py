@@ -62,11 +62,16 @@ def choose_again(
 
 
 def _mean_squares(masks: Masks, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor] | None:
-    """The mean square of each weight's gradient, by the optimizer; None if it keeps none."""
+    """The mean square of each weight's gradient, by the optimizer; None if it keeps none.
+
+    A parameter that never had a gradient plays no part in the loss, and is removed.
+    """
     if optimizer is None:
         return None
-    found = {name: optimizer.state[parameter].get(_SQUARES) for name, parameter in masks.parameters.items()}
-    return found if all(isinstance(item, Tensor) for item in found.values()) else None
+    found = {name: optimizer.state.get(item, {}).get(_SQUARES) for name, item in masks.parameters.items()}
+    if all(item is None for item in found.values()):
+        return None
+    return {name: torch.zeros_like(masks.hidden[name]) if item is None else item for name, item in found.items()}
 
 
 def _threshold(scores: list[Tensor], num_kept: int) -> float:

@@ -25,6 +25,7 @@ MAX_VALUES = 64
 _NUMS = (1, 2, 4, 8, 16, 32)
 _VALUE_BITS = 10.0  # about what a value takes in the codebook
 _TURNS = 30
+_PART = 1 << 16  # weights that are compared with all values at once
 # A value keeps so many bits after its first: 3 % of it, where neighbours are mostly further away.
 CODEBOOK_BITS = 5
 
@@ -117,8 +118,8 @@ def _assign(
     codebook, merged = codebook.unique(return_inverse=True)
     kept_values = flat[mask]
     place = numpy.empty(kept_values.size, numpy.int64)
-    for start in range(0, kept_values.size, 1 << 18):
-        part = slice(start, start + (1 << 18))
+    for start in range(0, kept_values.size, _PART):
+        part = slice(start, start + _PART)
         place[part] = _nearest(kept_values[part], centroids, bits, can_remove, prices)[0]
     stays = place < centroids.size
     final = mask.copy()
