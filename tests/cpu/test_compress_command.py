@@ -115,7 +115,7 @@ def test_a_model_with_weights_is_compressed_like_a_run(folder, capsys):
     refuse(capsys, 2, "which data to retrain on", *words[:4], "--out", "x.utz")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)])
 def test_a_stopped_command_goes_on_to_the_same_bytes(folder, number):
     words = [sys.executable, "-m", "undertow", *SMALL, f"stopped{number}.utz"]
     state = folder / f"stopped{number}.utz.part"
