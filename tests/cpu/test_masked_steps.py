@@ -124,6 +124,26 @@ def test_a_budget_counts_masks_and_is_kept():
     assert all(not item[~kept[name]].any() for name, item in model.named_parameters() if name in kept)
 
 
+def test_a_saved_plan_holds_its_masks(tmp_path):
+    torch.manual_seed(0)
+    first, x, wanted = make_plain(), torch.randn(8, 64), torch.randn(8, 64)
+    second, kept = copy.deepcopy(first), {"0.weight": torch.rand(96, 64) < 0.5}
+
+    def make(model, **options):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        asked = {"targets": (wanted,), "loss": functional.mse_loss, "optimizer": optimizer, "costs": "model"}
+        return ut.train_step(model, (x,), **asked, **options)
+
+    step = make(first, masks=ut.Masks(first, kept))
+    ut.save_plan(step, tmp_path / "plan.json")
+    read = make(second, masks=ut.Masks(second, kept), saved_plan=tmp_path / "plan.json")
+    for _ in range(3):
+        assert torch.equal(step(x, wanted), read(x, wanted))
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    with pytest.raises(ut.PlanError, match="another step"):
+        make(second, saved_plan=tmp_path / "plan.json")
+
+
 def test_wrong_masks_are_refused():
     model = make_plain()
     with pytest.raises(ut.CallError, match="no parameter 'nothing'"):
