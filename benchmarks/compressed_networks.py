@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from undertow.compress.tensors import CodedTensor
+from undertow.coding.tensors import CodedTensor
 
 # Input, squeeze and expand channels of fire2 to fire9.
 FIRES = (

@@ -24,8 +24,8 @@ import torch
 from compressed_networks import VGG16, make_pruned
 from machine import describe_machine
 
-from undertow.compress.small_file import SmallFile, pack_small_file
-from undertow.compress.tensors import CodedTensor
+from undertow.coding.small_file import SmallFile, pack_small_file
+from undertow.coding.tensors import CodedTensor
 
 CASES = [((2048, 2048), density, bits) for density in (0.04, 0.075, 0.15, 0.3) for bits in (5, 8)]
 CASES += [((512, 512, 3, 3), density, 8) for density in (0.075, 0.3)]

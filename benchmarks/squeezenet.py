@@ -19,10 +19,10 @@ import torch
 from compressed_networks import read_squeezenet
 from machine import describe_machine
 
-from undertow.compress.entries import Kind
-from undertow.compress.payloads import encode_tensor
-from undertow.compress.small_file import SmallFile, pack_small_file
-from undertow.compress.tensors import CodedTensor
+from undertow.coding.entries import Kind
+from undertow.coding.payloads import encode_tensor
+from undertow.coding.small_file import SmallFile, pack_small_file
+from undertow.coding.tensors import CodedTensor
 
 PUBLISHED_BYTES = 675_763
 ENTROPY_BYTES = 539_141

@@ -15,6 +15,7 @@ from undertow.errors import PlanError as PlanError
 from undertow.errors import TooManyOutcomes as TooManyOutcomes
 from undertow.errors import UndertowError as UndertowError
 from undertow.errors import UnsupportedTorch as UnsupportedTorch
+from undertow.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from undertow.api.buckets import buckets as buckets
@@ -36,22 +37,29 @@ if TYPE_CHECKING:
     from undertow.api.training import TrainStep as TrainStep
     from undertow.api.training import train_step as train_step
     from undertow.ir.plan import Plan as Plan
+    from undertow.ops.projection import Masks as Masks
     from undertow.ranks.mesh import Mesh as Mesh
+    from undertow.shrink.compressed import Compressed as Compressed
+    from undertow.shrink.compressed import load_compressed as load_compressed
+    from undertow.shrink.compressing import compress as compress
 
-__version__ = "0.1.0"
 
 _HOMES = {
+    "Compressed": "shrink.compressed",
+    "Masks": "ops.projection",
     "Mesh": "ranks.mesh",
     "Plan": "ir.plan",
     "TrainStep": "api.training",
     "buckets": "api.buckets",
     "check_gradients": "api.checks",
+    "compress": "shrink.compressing",
     "grad": "api.functional",
     "hessian": "api.functional",
     "hvp": "api.functional",
     "inspect": "api.inspection",
     "largest_batch": "api.tradeoffs",
     "load_plan": "api.saved_plans",
+    "load_compressed": "shrink.compressed",
     "measure": "api.measuring",
     "numerical_gradient": "api.checks",
     "plan": "api.planning",
@@ -65,10 +73,12 @@ _HOMES = {
 
 # Written out: type checkers read it, and cannot run code.
 __all__ = [
+    "Compressed",
     "CallError",
     "CaptureError",
     "GradientCheckFailed",
     "InfeasibleBudget",
+    "Masks",
     "MissingRule",
     "Plan",
     "PlanError",
@@ -79,11 +89,13 @@ __all__ = [
     "__version__",
     "buckets",
     "check_gradients",
+    "compress",
     "grad",
     "hessian",
     "hvp",
     "inspect",
     "largest_batch",
+    "load_compressed",
     "load_plan",
     "measure",
     "numerical_gradient",

@@ -185,6 +185,7 @@ def find_held(request: Request, program: Program) -> dict[str, int]:
     more = {
         "gradients": request.training.added_up_bytes(),
         "gradient norms": norm_bytes,
+        "masks": sum(tensor.nbytes for tensor in request.training.mask_tensors()),
         **request.training.held_by_shards(program),
     }
     return held | {name: size for name, size in more.items() if size}

@@ -20,14 +20,14 @@ import torch
 from hypothesis import strategies
 from spread_cases import spread
 
-from undertow.compress.entries import Entry, Kind
-from undertow.compress.header import pack, read_numbers, unpack, write_number
-from undertow.compress.huffman import decode_symbols, encode_symbols
-from undertow.compress.payloads import decode_tensor, encode_tensor
-from undertow.compress.range_coder import to_stream
-from undertow.compress.small_file import SmallFile, open_small_file, pack_small_file
-from undertow.compress.streams import decode_gaps, decode_mask, encode_mask, encode_text
-from undertow.compress.tensors import CodedTensor
+from undertow.coding.entries import Entry, Kind
+from undertow.coding.header import pack, read_numbers, unpack, write_number
+from undertow.coding.huffman import decode_symbols, encode_symbols
+from undertow.coding.payloads import decode_tensor, encode_tensor
+from undertow.coding.range_coder import to_stream
+from undertow.coding.small_file import SmallFile, open_small_file, pack_small_file
+from undertow.coding.streams import decode_gaps, decode_mask, encode_mask, encode_text
+from undertow.coding.tensors import CodedTensor
 from undertow.errors import DataError
 
 CODERS = ("mixed", "huffman")

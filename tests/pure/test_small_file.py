@@ -14,13 +14,13 @@ from hypothesis import strategies
 from small_file_reference import read
 from spread_cases import spread
 
-from undertow.compress.entries import DTYPES
-from undertow.compress.huffman import MAX_LENGTH, code_lengths, decode_symbols, encode_symbols
-from undertow.compress.probabilities import RATE, SQUASH, STRETCH
-from undertow.compress.small_file import SmallFile, open_small_file, pack_small_file, write_small_file
-from undertow.compress.streams import decode_mask, encode_mask
-from undertow.compress.table import make_table
-from undertow.compress.tensors import CodedTensor
+from undertow.coding.entries import DTYPES
+from undertow.coding.huffman import MAX_LENGTH, code_lengths, decode_symbols, encode_symbols
+from undertow.coding.probabilities import RATE, SQUASH, STRETCH
+from undertow.coding.small_file import SmallFile, open_small_file, pack_small_file, write_small_file
+from undertow.coding.streams import decode_mask, encode_mask
+from undertow.coding.table import make_table
+from undertow.coding.tensors import CodedTensor
 from undertow.errors import CallError, DataError, FolderError
 
 CODERS = ("mixed", "huffman")

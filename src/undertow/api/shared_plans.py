@@ -19,6 +19,7 @@ from undertow.ir.cost import Cost, read_cost
 from undertow.ir.saving import SavedPlan, pack_plan, unpack_plan
 from undertow.ir.structure import structure_key
 from undertow.ranks.ranks import digest_of
+from undertow.version import __version__
 
 if TYPE_CHECKING:
     from undertow.api.sharding import ShardedStep
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 def describe_rank(step: ShardedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What has to be the same on all ranks."""
-    from undertow import __version__  # here, because the package imports this file late
-
     terms = step.request.terms
     optimizer = step.optimizer
     groups = [] if optimizer is None else optimizer.state_dict()["param_groups"]

@@ -25,6 +25,7 @@ from undertow.errors import CallError
 from undertow.ir import Node, Phase, Plan
 from undertow.ir.saving import SavedPlan, read_plan
 from undertow.ir.structure import tensors_in
+from undertow.ops.projection import Masks
 from undertow.ops.updates import LATER_STEP
 from undertow.passes.shards import ShardPart
 from undertow.passes.training import Training
@@ -55,6 +56,7 @@ def train_step(
     time_limit_s: float = math.inf,
     saved_plan: str | Path | None = None,
     gradient_norm: bool = False,
+    masks: Masks | None = None,
     shards: int | None = None,
     seed: int = 0,
     loss_is_sum: bool = False,
@@ -68,10 +70,11 @@ def train_step(
     `numerics` and `allow_other_bits` are as in `plan`; the loss also runs in bfloat16, as in autocast. `costs` may be
     the `costs` of another step: the same costs give the same plan. `saved_plan` is a file that `save_plan` wrote for
     the same step: it is run instead of a new plan. With `gradient_norm` the step finds the norm of all gradients, and
-    has it as `.gradient_norm`; with `clip_norm` it does so anyway. `shards` divides each batch into so many parts,
-    which are computed alone (see `api/sharding.py`); their generators follow from `seed`. The loss of a shard is a mean
-    over its examples, or with `loss_is_sum` a sum. `parallel` divides the shards over the processes of a job, which
-    changes no bit; every process calls the step with the whole batch.
+    has it as `.gradient_norm`; with `clip_norm` it does so anyway. `masks` says which weights are kept: the others are
+    0 after every step. `shards` divides each batch into so many parts, which are computed alone (see
+    `api/sharding.py`); their generators follow from `seed`. The loss of a shard is a mean over its examples, or with
+    `loss_is_sum` a sum. `parallel` divides the shards over the processes of a job, which changes no bit; every process
+    calls the step with the whole batch.
     """
     check_call(model, args, kwargs)
     check_training(model, optimizer, loss, targets)
@@ -91,7 +94,10 @@ def train_step(
     )
     if gradient_norm and optimizer is None:
         raise CallError("gradient_norm is of a step that updates; give optimizer= as well")
-    make = partial(make_step, model, len(args), loss, optimizer, terms, clip_norm, accumulate, strict, gradient_norm)
+    if masks is not None and optimizer is None:
+        raise CallError("masks are held by a step that updates; give optimizer= as well")
+    settings = (loss, optimizer, terms, clip_norm, accumulate, strict, gradient_norm, masks)
+    make = partial(make_step, model, len(args), *settings)
     call, saved = ((*args, *targets), kwargs or {}), None if saved_plan is None else read_plan(saved_plan)
     if parallel is not None and shards is None:
         raise CallError(f"parallel={parallel} divides the shards of a batch over ranks; give shards= as well")
@@ -117,10 +123,11 @@ def make_step(
     accumulate: int = 1,
     is_strict: bool = False,
     has_norm: bool = False,
+    masks: Masks | None = None,
     shards: ShardPart | None = None,
 ) -> TrainStep:
     """A step that has not seen its arguments yet; the first `num_args` of them are the model's."""
-    training = Training(model, optimizer, clip_norm, accumulate, has_norm, shards)
+    training = Training(model, optimizer, clip_norm, accumulate, has_norm, masks, shards)
     return TrainStep(Request(model, partial(_run_model, model, num_args, loss), terms, training, is_strict))
 
 
@@ -258,7 +265,7 @@ class TrainStep:
         state = [item for entry in entries for item in entry.values()]
         found = [*self.model.parameters(), *self.model.buffers(), *self.runner.persistent_tensors()]
         found += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        found += self.training.norm_tensors()
+        found += [*self.training.norm_tensors(), *self.training.mask_tensors()]
         return found + [item for item in state if isinstance(item, torch.Tensor)]
 
     def find_curve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Curve:

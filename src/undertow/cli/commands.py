@@ -29,7 +29,8 @@ from undertow.cli.printing import (
     write_page,
 )
 from undertow.cli.run_commands import add_run_commands
-from undertow.errors import ClosedPipe, GradientCheckFailed, InfeasibleBudget, OutputError, UndertowError
+from undertow.cli.small_commands import add_small_commands
+from undertow.errors import CallError, ClosedPipe, GradientCheckFailed, InfeasibleBudget, OutputError, UndertowError
 
 # The base of all errors about the words themselves; older versions of typer take it from click.
 UsageError: Any = typer.BadParameter.__base__
@@ -107,17 +108,26 @@ def _run(words: list[str]) -> int:
 
 @app.command("inspect")
 def inspect_command(
-    model: ModelArgument,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="As for plan; or a .utz file, for the table of what it holds.")
+    ],
     batch: BatchOption = None,
     inputs: InputOption = None,
     device: DeviceOption = "auto",
     optimizer: OptimizerOption = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Of a .utz file: write its table as a page.")] = None,
     is_json: JsonOption = False,
 ) -> int:
-    """Show where the memory and the arithmetic of a training step go."""
+    """Show where the memory and the arithmetic of a training step go, or what a compressed network consists of."""
     from undertow.api.inspection import inspect
     from undertow.cli.loading import load, running
+    from undertow.cli.small_commands import inspect_small_file
+    from undertow.cli.small_networks import is_small_file
 
+    if is_small_file(model):
+        return inspect_small_file(model, html, is_json)
+    if html is not None:
+        raise CallError("--html is for a .utz file; undertow plan --html writes a page of a training step")
     subject = load(model, batch, inputs or [], device)
     with running(f"{model} on {subject.describe_inputs()}"):
         made = _make_optimizer(optimizer, subject.model)
@@ -255,4 +265,5 @@ def _make_optimizer(name: OptimizerName | None, model: Any) -> Any:
 
 
 add_run_commands(app)
+add_small_commands(app)
 add_about_commands(app)

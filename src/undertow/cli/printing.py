@@ -82,8 +82,8 @@ def report_refusal(refusal: InfeasibleBudget, is_json: bool) -> None:
         write("\n\n".join([*table, f"undertow: {' '.join(verdict.split())}\n"]), sys.stderr)
 
 
-def check_page(path: str) -> None:
-    """Raise OutputError if a page cannot be written there; said before minutes of planning, not after."""
+def check_page(path: str, option: str = "--html") -> None:
+    """Raise OutputError if a file cannot be written there; said before minutes of work, not after."""
     is_new = not os.path.exists(path)
     try:
         with open(path, "ab"):
@@ -91,7 +91,7 @@ def check_page(path: str) -> None:
         if is_new:
             os.unlink(path)
     except OSError as error:
-        raise OutputError(f"--html {path} cannot be written: {error.strerror}") from None
+        raise OutputError(f"{option} {path} cannot be written: {error.strerror}") from None
 
 
 def write_page(path: str, text: str) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
+TrainedArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or a .utz file.")]
+ModelOption = Annotated[str | None, typer.Option(help="The model of a .utz file, where it is your own code.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU where there is one.")]
 LastOption = Annotated[bool, typer.Option("--last", help="Take the last weights instead of the best.")]
@@ -144,41 +146,59 @@ def _train(settings: TrainConfig, is_resumed: bool) -> Any:
 
 
 def evaluate_command(
-    run: RunArgument,
+    run: TrainedArgument,
     data: DataOption = None,
     is_last: LastOption = False,
     epoch: EpochOption = None,
+    model: ModelOption = None,
     device: DeviceOption = "auto",
     is_json: JsonOption = False,
 ) -> int:
     """Measure loss and accuracy of a trained model, with its best weights, on test data."""
     from undertow.cli.loading import running
-    from undertow.cli.workloads import load_test_batches, load_trained
+    from undertow.cli.small_networks import is_small_file
+    from undertow.cli.workloads import load_test_batches
 
     with running(f"evaluating {run}"):
-        trained = load_trained(run, device, is_last, epoch)
+        trained = _load(run, device, is_last, epoch, model)
+        if data is None and is_small_file(run):
+            raise CallError(f"{run} is a file without data: say on which data to evaluate it with --data")
         batches = load_test_batches(trained, data or trained.config.data)
         result = trained.make_evaluator().evaluate(batches)
     print_result(result, is_json)
     return DONE
 
 
+def _load(run: str, device: str | None, is_last: bool, epoch: int | None, model: str | None) -> Any:
+    """A run's network, or that of a `.utz` file."""
+    from undertow.cli.small_networks import is_small_file, load_small_network
+    from undertow.cli.workloads import load_trained
+
+    if not is_small_file(run):
+        if model is not None:
+            raise CallError(f"--model is for a .utz file; {run} is a run, which says what its model is")
+        return load_trained(run, device, is_last, epoch)
+    if is_last or epoch is not None:
+        raise CallError(f"--last and --epoch are for runs; {run} is a file with one network")
+    return load_small_network(run, model, device)
+
+
 def predict_command(
-    run: RunArgument,
+    run: TrainedArgument,
     inputs: Annotated[str, typer.Argument(metavar="INPUT", help="An image, a folder of images, a .npz or .txt file.")],
     top: Annotated[int, typer.Option(help="How many classes to name.", min=1)] = 1,
     is_last: LastOption = False,
     epoch: EpochOption = None,
+    model: ModelOption = None,
     device: DeviceOption = "auto",
     is_json: JsonOption = False,
 ) -> int:
     """Print what a trained model says of new inputs: class probabilities, or numbers."""
     from undertow.cli.loading import running
-    from undertow.cli.workloads import load_trained
     from undertow.train.prediction import predict, predict_numbers
 
     with running(f"predicting {inputs}"):
-        trained = load_trained(run, device, is_last, epoch)
+        trained = _load(run, device, is_last, epoch, model)
         if trained.preparation is None:
             raise CallError(f"{run} was trained on your own loaders, which do not say how a new input is prepared")
         evaluator = trained.make_evaluator()
@@ -199,26 +219,37 @@ def predict_command(
 
 
 def export_command(
-    run: RunArgument,
+    run: TrainedArgument,
     weights: Annotated[str, typer.Argument(metavar="FILE.safetensors", help="Where to write them.")],
     is_last: LastOption = False,
     epoch: EpochOption = None,
     is_json: JsonOption = False,
 ) -> int:
     """Write a trained model's best weights as plain safetensors."""
-    from undertow.train.folder import RunFolder
     from undertow.train.weights import hash_tensors, write_tensors
 
     if Path(weights).suffix != ".safetensors":
         raise CallError(f"{weights}: weights are written as safetensors; give a name that ends in .safetensors")
-    folder = RunFolder(Path(run))
-    found = folder.read_trained(is_last, epoch).trained_weights()
-    if Path(weights).exists() and any(Path(weights).samefile(path) for path in folder.own_files()):
-        raise CallError(f"{weights} is one of the run's own checkpoints, which must not be replaced; give another file")
+    found = _read_weights(run, weights, is_last, epoch)
     write_tensors(Path(weights), found, {"format": "pt"})
     data = {"file": weights, "tensors": len(found), "weights_sha256": hash_tensors(found)}
     print_data(data) if is_json else print(f"{weights}: {len(found)} tensors, sha256 {data['weights_sha256']}")
     return DONE
+
+
+def _read_weights(run: str, out: str, is_last: bool, epoch: int | None) -> dict[str, Any]:
+    from undertow.cli.small_networks import is_small_file
+    from undertow.coding.small_file import open_small_file
+    from undertow.coding.tensors import CodedTensor
+    from undertow.train.folder import RunFolder
+
+    if is_small_file(run):
+        tensors = open_small_file(Path(run)).read_all()
+        return {name: item.dense() if isinstance(item, CodedTensor) else item for name, item in tensors.items()}
+    folder = RunFolder(Path(run))
+    if Path(out).exists() and any(Path(out).samefile(path) for path in folder.own_files()):
+        raise CallError(f"{out} is one of the run's own checkpoints, which must not be replaced; give another file")
+    return folder.read_trained(is_last, epoch).trained_weights()
 
 
 def report_command(

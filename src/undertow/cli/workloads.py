@@ -54,7 +54,7 @@ def load_workload(config: TrainConfig, is_for_gpu: bool = False) -> Workload:
         train_loader, validation_loader, test_loader = _make_loaders(config.data, config.seed)
         given = None if weights is None else torch.tensor(weights)
         return Workload(
-            _build(config, None, False),
+            build_model(config, None, False),
             train_loader,
             test_loader,
             validation_loader=validation_loader,
@@ -70,7 +70,7 @@ def load_workload(config: TrainConfig, is_for_gpu: bool = False) -> Workload:
     )
     if source.size_note:
         print(source.size_note, file=sys.stderr)
-    model = _build(config, source.classes, source.preparation.vocabulary is not None)
+    model = build_model(config, source.classes, source.preparation.vocabulary is not None)
     batch = len(source.train) if config.batch == ALL else int(config.batch)
     return make_workload(
         model,
@@ -146,7 +146,7 @@ def _taken_shape(config: TrainConfig) -> tuple[int, ...] | None:
     return tuple(first.shape[1:]) if isinstance(first, torch.Tensor) else None
 
 
-def _build(config: TrainConfig, classes: Sequence[str] | None, is_text: bool) -> torch.nn.Module:
+def build_model(config: TrainConfig, classes: Sequence[str] | None, is_text: bool) -> torch.nn.Module:
     """The model; a zoo model gets as many outputs as the data has classes."""
     if ":" in config.model:
         module, module_name, attribute = resolve(config.model)
@@ -244,7 +244,7 @@ def load_trained(run: str, device: str | None, is_last: bool = False, epoch: int
         classes = None if data["classes"] is None else tuple(map(str, data["classes"]))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder.checkpoint_path} is refused: it does not say how data is read ({error})") from None
-    model = _build(config, classes, preparation is not None and preparation.vocabulary is not None)
+    model = build_model(config, classes, preparation is not None and preparation.vocabulary is not None)
     code = load_user_code(config)
     report_code(config.model, config.loss, *(config.metric or ()))
     load_weights(model, checkpoint.trained_weights(), str(folder.path))

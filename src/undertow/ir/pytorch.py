@@ -49,7 +49,7 @@ _STATISTICS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, at
 _GATHERS = {"embedding", "index", "index_select", "gather", "take"}
 
 # Operations of these keep no reference to their arguments; those of other libraries may.
-_KNOWN_NAMESPACES = ("aten", "prims", "mkldnn")
+_KNOWN_NAMESPACES = ("aten", "prims", "mkldnn", "undertow")
 
 _READ_ON_THE_CPU = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 

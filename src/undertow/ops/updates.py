@@ -38,7 +38,12 @@ def is_separable(optimizer: torch.optim.Optimizer) -> bool:
 
 def gradient_chain(parameter: Value) -> str:
     """The name of the chain of all uses of a parameter's gradient."""
-    return f"gradient of {parameter.name}"
+    return chain_of(parameter.name)
+
+
+def chain_of(name: str) -> str:
+    """The same, by the parameter's name."""
+    return f"gradient of {name}"
 
 
 @operation_maker

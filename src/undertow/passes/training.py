@@ -20,6 +20,7 @@ from undertow.ir import Gradient, Program, Value
 from undertow.ops.clipping import clip_in_blocks
 from undertow.ops.communication import LINK
 from undertow.ops.gradient_norms import FIND_GRADIENT_NORM, GRADIENT_NORMS, GradientNorms
+from undertow.ops.projection import MASKS, PROJECT, Masks
 from undertow.ops.shards import SHARDS
 from undertow.ops.updates import (
     DELIVER_GRADIENT,
@@ -44,6 +45,7 @@ class Training:
     clip_norm: float | None = None
     accumulate: int = 1
     has_norm: bool = False  # the norm of the gradients is wanted
+    masks: Masks | None = None  # parameters that are projected after their updates
     shards: ShardPart | None = None  # where the step runs one shard of a batch
     live: dict[str, Any] = field(init=False)  # what the Program's updates name
 
@@ -56,6 +58,8 @@ class Training:
             live = {OPTIMIZER.name: self.optimizer, LATER_STEP.name: later}
             if self.has_norm:
                 live[GRADIENT_NORMS.name] = GradientNorms(self.trained())
+        if self.masks is not None:
+            live[MASKS.name] = self.masks
         if self.shards is not None:
             live[SHARDS.name] = self.shards.shards
             if self.shards.link is not None:
@@ -123,6 +127,10 @@ class Training:
         norm = None if self.optimizer is None else self.live[LATER_STEP.name].norm
         return [] if norm is None else [norm]
 
+    def mask_tensors(self) -> list[torch.Tensor]:
+        """Masks and hidden values, which stay all the time."""
+        return [] if self.masks is None else self.masks.tensors()
+
     def added_up_bytes(self) -> int:
         """The gradients that stay from call to call."""
         updated = set(self.trained())
@@ -169,13 +177,16 @@ class Training:
             parameter = parameters.get(gradient.input.name)
             if parameter is None:
                 raise CallError(f"{gradient.input} requires a gradient and is not a parameter of the model; detach it")
+            after = None
+            if self.masks is not None and parameter in self.masks:
+                after = (PROJECT, (MASKS, self.masks.name_of(parameter), gradient.input.name))
             if id(parameter) in group_of:
                 assert self.optimizer is not None
                 index = group_of[id(parameter)]
                 look = (FIND_GRADIENT_NORM, (GRADIENT_NORMS,)) if self.has_norm else None
                 update = update_by(self.optimizer, index)
-                found[gradient.input] = Use(update, True, True, (OPTIMIZER, index), looked_at=look)
+                found[gradient.input] = Use(update, True, True, (OPTIMIZER, index), (), look, after)
             else:
                 is_added_up = self._is_added_up(parameter, updated)
-                found[gradient.input] = Use(DELIVER_GRADIENT, is_added_up, False, after=(is_added_up,))
+                found[gradient.input] = Use(DELIVER_GRADIENT, is_added_up, False, (), (is_added_up,), None, after)
         return found

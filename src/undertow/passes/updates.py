@@ -30,6 +30,7 @@ class Use:
     """What is done with a gradient: `operation(*before, input, gradient, *after)`; a consumed one is freed after it.
 
     `looked_at` is an operation on the input and the gradient that runs first, with what goes before these.
+    `followed_by` runs after it in the gradient's chain, or after all updates where those come at the end.
     """
 
     operation: Operation
@@ -38,6 +39,7 @@ class Use:
     before: tuple[Any, ...] = ()
     after: tuple[Any, ...] = ()
     looked_at: tuple[Operation, tuple[Any, ...]] | None = None
+    followed_by: tuple[Operation, tuple[Any, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ def add_updates(
             look, before = use.looked_at
             at_once.append(Node(look, (*before, item.input, item.value), {}, (), origin, Phase.UPDATE))
         at_once.append(Node(use.operation, args, {}, (), origin, Phase.UPDATE))
+        if at_end is None:
+            at_once += _following(item, use)
     woven: list[Node] = []
     for position, node in enumerate(nodes):
         woven += [node, *updates.get(position, ())]
@@ -88,6 +92,7 @@ def add_updates(
         inputs, values = tuple(item.input for item in gradients), tuple(item.value for item in held)
         args = (*at_end.before, inputs, values, written)
         woven.append(Node(at_end.operation, args, {}, (), Origin(), Phase.UPDATE))
+        woven += [node for item in gradients for node in _following(item, use_of(item))]
     return replace(
         program,
         nodes=tuple(woven),
@@ -97,6 +102,13 @@ def add_updates(
         gradients=held,
         updates=tuple(update for update in program.updates if update.input in assigned),
     )
+
+
+def _following(item: Gradient, use: Use) -> list[Node]:
+    if use.followed_by is None:
+        return []
+    operation, args = use.followed_by
+    return [Node(operation, args, {}, (), Origin(item.input.name), Phase.UPDATE)]
 
 
 def _find_ready(roots: Mapping[Value, Value], nodes: Sequence[Node], gradients: Sequence[Gradient]) -> dict[Value, int]:

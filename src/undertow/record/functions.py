@@ -15,6 +15,7 @@ import torch
 
 from undertow.ir import OpaqueType, Value
 from undertow.ir.schema import flatten_outputs
+from undertow.ops.looking_up import OWN_DERIVATIVES
 from undertow.ops.modes import autocast_state
 from undertow.ops.opaque import apply_function, custom_function, gradients_through_autograd
 from undertow.torch_internals import BackwardHookFunction, disable_current_modes
@@ -30,7 +31,9 @@ def opaque_functions(recorder: CaptureRecorder) -> Iterator[None]:
     previous = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or cls is _Opaque:
+        # PyTorch's own wrapper around an operation of ours, which has a rule: it is recorded as that operation.
+        is_own = cls.__name__.startswith(OWN_DERIVATIVES)
+        if threading.get_ident() != thread or cls is _Opaque or is_own:
             return previous.__get__(None, cls)(*args, **kwargs)
         return _record_function(recorder, cls, args)
 

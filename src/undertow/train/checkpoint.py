@@ -155,6 +155,12 @@ def restore(
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:
     """Load these weights into the model; raises DataError that names the first one that does not fit."""
+    check_weights(model, weights, what)
+    model.load_state_dict(dict(weights))
+
+
+def check_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:
+    """Raise DataError that names the first weight that does not fit the model."""
     expected = model.state_dict()
     for name in sorted(expected.keys() ^ weights.keys()):
         problem = "is not in the model" if name in weights else "is missing"
@@ -165,7 +171,6 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], wh
                 f"the weights in {what} are not this model's: {name} is {weights[name].dtype} "
                 f"{list(weights[name].shape)} there and {tensor.dtype} {list(tensor.shape)} in the model"
             )
-    model.load_state_dict(dict(weights))
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], state: str) -> str:

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy
 
-from undertow.compress.byte_coder import run_bytes, run_numbers
-from undertow.compress.code_coder import run_codes
-from undertow.compress.huffman import decode_symbols, encode_symbols
-from undertow.compress.mask_coder import START_COUNT, run_mask
-from undertow.compress.probabilities import COUNT_BITS, COUNTER_BITS, MAX_DECISIONS_PER_BYTE
-from undertow.compress.range_coder import room_for, to_stream, to_words
+from undertow.coding.byte_coder import run_bytes, run_numbers
+from undertow.coding.code_coder import run_codes
+from undertow.coding.huffman import decode_symbols, encode_symbols
+from undertow.coding.mask_coder import START_COUNT, run_mask
+from undertow.coding.probabilities import COUNT_BITS, COUNTER_BITS, MAX_DECISIONS_PER_BYTE
+from undertow.coding.range_coder import room_for, to_stream, to_words
 from undertow.errors import DataError
 
 # A code's state is 8 bytes, so this many more may have been spent without being stored.

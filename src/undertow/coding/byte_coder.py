@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy
 
-from undertow.compress.counters import direct, moved, stretched
-from undertow.compress.probabilities import COUNT_BITS, COUNTER_BITS, SQUASH, STRETCH_LIMIT
-from undertow.compress.range_coder import FULL_SPAN, U64, decode_bit, encode_bit, finish, first_code
+from undertow.coding.counters import direct, moved, stretched
+from undertow.coding.probabilities import COUNT_BITS, COUNTER_BITS, SQUASH, STRETCH_LIMIT
+from undertow.coding.range_coder import FULL_SPAN, U64, decode_bit, encode_bit, finish, first_code
 from undertow.kernels.compiler import cached_njit
 
 _START = (1 << (COUNTER_BITS - 1)) << COUNT_BITS | 2

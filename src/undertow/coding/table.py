@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy
 
-from undertow.compress.entries import Entry, Kind
-from undertow.compress.small_file import SmallFile
-from undertow.compress.streams import GAP_BITS, gaps_of
-from undertow.compress.tensors import CodedTensor
+from undertow.coding.entries import Entry, Kind
+from undertow.coding.small_file import SmallFile
+from undertow.coding.streams import GAP_BITS, gaps_of
+from undertow.coding.tensors import CodedTensor
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from undertow.compress.probabilities import COUNT_BITS, COUNTER_BITS, LEAST_PROBABILITY, MAX_COUNT, RATE, STRETCH
-from undertow.compress.range_coder import I64, U64
+from undertow.coding.probabilities import COUNT_BITS, COUNTER_BITS, LEAST_PROBABILITY, MAX_COUNT, RATE, STRETCH
+from undertow.coding.range_coder import I64, U64
 from undertow.kernels.compiler import cached_njit
 
 _MOST = (1 << 16) - LEAST_PROBABILITY

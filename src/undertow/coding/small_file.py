@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from undertow.compress.entries import Entry, Kind
-from undertow.compress.header import pack, unpack
-from undertow.compress.payloads import Coder, decode_tensor, encode_tensor
-from undertow.compress.tensors import CodedTensor
+from undertow.coding.entries import Entry, Kind
+from undertow.coding.header import pack, unpack
+from undertow.coding.payloads import Coder, decode_tensor, encode_tensor
+from undertow.coding.tensors import CodedTensor
 from undertow.durable import write_durably
 from undertow.errors import CallError, DataError
 from undertow.kernels.compiler import HAS_NUMBA
@@ -83,7 +83,7 @@ class SmallFile:
                 f"{where} claims {self.output_bytes} bytes of tensors in {len(data)} bytes, and max_output_bytes is "
                 f"{max_output_bytes}"
             )
-        self._data = data
+        self.data = data
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -95,7 +95,7 @@ class SmallFile:
             raise DataError(f"{self.where} has no tensor {name!r}")
         if entry.alias_of is not None:
             return self.read(entry.alias_of)
-        payload = self._data[entry.offset : entry.offset + entry.payload_bytes]
+        payload = self.data[entry.offset : entry.offset + entry.payload_bytes]
         return decode_tensor(entry, payload, f"{self.where}: {name}")
 
     def read_all(self) -> dict[str, Tensor | CodedTensor]:

@@ -14,8 +14,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from undertow.compress.entries import DTYPES, Entry, Kind
-from undertow.compress.streams import (
+from undertow.coding.entries import DTYPES, Entry, Kind
+from undertow.coding.streams import (
     decode_codes,
     decode_gaps,
     decode_mask,
@@ -29,7 +29,7 @@ from undertow.compress.streams import (
     make_view,
     possible_kernels,
 )
-from undertow.compress.tensors import CodedTensor
+from undertow.coding.tensors import CodedTensor
 from undertow.errors import CallError, DataError
 
 Coder = Literal["mixed", "huffman"]

@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from undertow.compress.entries import Entry, from_numbers, to_numbers
-from undertow.compress.streams import decode_text, encode_text
+from undertow.coding.entries import Entry, from_numbers, to_numbers
+from undertow.coding.streams import decode_text, encode_text
 from undertow.errors import CallError, DataError
 
 MAX_METADATA_BYTES = 1 << 18

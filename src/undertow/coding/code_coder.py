@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy
 
-from undertow.compress.counters import direct, moved, stretched
-from undertow.compress.probabilities import COUNT_BITS, COUNTER_BITS, RATE, SQUASH, STRETCH_LIMIT
-from undertow.compress.range_coder import FULL_SPAN, I64, U64, decode_bit, encode_bit, finish, first_code
+from undertow.coding.counters import direct, moved, stretched
+from undertow.coding.probabilities import COUNT_BITS, COUNTER_BITS, RATE, SQUASH, STRETCH_LIMIT
+from undertow.coding.range_coder import FULL_SPAN, I64, U64, decode_bit, encode_bit, finish, first_code
 from undertow.kernels.compiler import cached_njit
 
 NUM_MIXED_BITS = 3

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from undertow.compress.streams import GAP_BITS, can_hold, num_bits, plane_bytes
-from undertow.compress.tensors import FLOAT_DTYPES, MAX_CODES
+from undertow.coding.streams import GAP_BITS, can_hold, num_bits, plane_bytes
+from undertow.coding.tensors import FLOAT_DTYPES, MAX_CODES
 from undertow.errors import DataError
 
 # The numbers by which a file names a dtype; a new one goes to the end.

@@ -1,0 +1,1 @@
+"""Shrinks a trained network: prunes and retrains, shares weights, and keeps the smallest file that is good enough."""
