@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from undertow.kernels.vectors import pointer, splat
+from undertow.kernels.vectors import pointer_to, splat
 
 NUM_LANES = 8
 _INDEX = ir.IntType(64)
@@ -45,17 +45,17 @@ def make_bit_kernel(num_rows: int, num_vectors: int) -> Callable[..., None]:
         term, b_now = builder.phi(_INDEX), builder.phi(_INDEX)
         sums = [builder.phi(_WORDS) for _ in block]
         moved = builder.add(offsets, builder.mul(term, ir.Constant(_INDEX, 8)))
-        a_now = builder.add(a, builder.load(pointer(builder, moved, _INDEX)))
+        a_now = builder.add(a, builder.load(pointer_to(builder, moved, _INDEX)))
         rights = []
         for column in range(num_vectors):
             address = builder.add(b_now, ir.Constant(_INDEX, 64 * column))
-            right = builder.load(pointer(builder, address, _WORDS))
+            right = builder.load(pointer_to(builder, address, _WORDS))
             right.align = 8
             rights.append(right)
         new_sums = []
         for row in range(num_rows):
             address = builder.add(a_now, builder.mul(a_row, ir.Constant(_INDEX, row)))
-            left = _splat(builder, builder.load(pointer(builder, address, _INDEX)))
+            left = splat(builder, builder.load(pointer_to(builder, address, _INDEX)), _WORDS)
             for column in range(num_vectors):
                 counted = builder.call(count, [builder.xor(left, rights[column])])
                 new_sums.append(builder.add(sums[row * num_vectors + column], counted))
@@ -77,7 +77,7 @@ def make_bit_kernel(num_rows: int, num_vectors: int) -> Callable[..., None]:
             address = builder.add(
                 builder.add(c, builder.mul(c_row, ir.Constant(_INDEX, row))), ir.Constant(_INDEX, 32 * column)
             )
-            builder.store(builder.sitofp(narrow, _FLOATS), pointer(builder, address, _FLOATS), align=4)
+            builder.store(builder.sitofp(narrow, _FLOATS), pointer_to(builder, address, _FLOATS), align=4)
         return context.get_dummy_value()
 
     @_intrinsic

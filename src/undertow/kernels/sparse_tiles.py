@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from undertow.kernels.vectors import NUM_LANES, pointer, splat
+from undertow.kernels.vectors import NUM_LANES, pointer_to, splat
 
 _FLOAT = ir.FloatType()
 _LANES = ir.VectorType(_FLOAT, NUM_LANES)
@@ -42,11 +42,11 @@ def make_sparse_kernel(num_vectors: int) -> Callable[..., None]:
         sums = [builder.phi(_LANES) for _ in range(num_vectors)]
         offset_at = builder.add(offsets, builder.shl(entry, ir.Constant(_INDEX, 3)))
         value_at = builder.add(values, builder.shl(entry, ir.Constant(_INDEX, 2)))
-        run = builder.add(x, builder.load(pointer(builder, offset_at, _INDEX)))
-        value = splat(builder, builder.load(pointer(builder, value_at, _FLOAT)))
+        run = builder.add(x, builder.load(pointer_to(builder, offset_at, _INDEX)))
+        value = splat(builder, builder.load(pointer_to(builder, value_at, _FLOAT)))
         new_sums = []
         for index, total in enumerate(sums):
-            loaded = builder.load(pointer(builder, builder.add(run, ir.Constant(_INDEX, 64 * index)), _LANES))
+            loaded = builder.load(pointer_to(builder, builder.add(run, ir.Constant(_INDEX, 64 * index)), _LANES))
             loaded.align = 4
             new_sums.append(builder.call(fma, [loaded, value, total]))
         next_entry = builder.add(entry, ir.Constant(_INDEX, 1))
@@ -66,7 +66,7 @@ def make_sparse_kernel(num_vectors: int) -> Callable[..., None]:
             totals.append(total)
         all_scale, all_bias = splat(builder, scale), splat(builder, bias)
         for index, total in enumerate(totals):
-            target = pointer(builder, builder.add(c, ir.Constant(_INDEX, 64 * index)), _LANES)
+            target = pointer_to(builder, builder.add(c, ir.Constant(_INDEX, 64 * index)), _LANES)
             builder.store(builder.call(fma, [total, all_scale, all_bias]), target, align=4)
         return context.get_dummy_value()
 

@@ -38,7 +38,7 @@ def row_means(x: Tensor) -> Tensor:
 
 def window_means(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     """K of a convolution: the mean of |x| under the filter at each of its places, over all channels."""
-    return functional.avg_pool2d(x.abs().mean(-3, keepdim=True), kernel, stride, padding)  # type: ignore[arg-type]
+    return functional.avg_pool2d(x.abs().mean(-3, keepdim=True), kernel, stride, padding)
 
 
 class BinaryLinear(nn.Linear):
