@@ -1,7 +1,7 @@
 """LeNet-5 on MNIST in floats and in single bits: test accuracy, bytes of the file, and evaluation from packed bits.
 
-DATA is the folder of the four idx files. Both networks are trained by `ut.train_step` on the same batches, shifted by up
-to two pixels; the last weights are tested, once. Usage: scripts/bench single_bits DATA [--seeds 5] [--epochs 20]
+DATA is the folder of the four idx files. Both networks are trained by `ut.train_step` on the same batches, shifted by
+up to two pixels; the last weights are tested, once. Usage: scripts/bench single_bits DATA [--seeds 5] [--epochs 20]
 """
 
 from __future__ import annotations

@@ -27,6 +27,15 @@ class Window(NamedTuple):
     dilation: tuple[int, int]
     groups: int
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """The pixels from a window's first tap to its last."""
+        return self.dilation[0] * (self.kernel[0] - 1) + 1, self.dilation[1] * (self.kernel[1] - 1) + 1
+
+    def fits(self, height: int, width: int) -> bool:
+        """Whether an image has room for it."""
+        return height + 2 * self.pad[0] >= self.span[0] and width + 2 * self.pad[1] >= self.span[1]
+
 
 def window_of(layer: nn.Conv2d) -> Window | None:
     """The window of a layer, or None where it pads with something else than as many zeros on both sides."""
@@ -82,8 +91,23 @@ class SmallLayer(nn.Module, ABC):
             )
         x = input.detach()
         if self.window is None:
-            return self.multiply(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], self.shape[0])
-        return self.multiply(x) if x.ndim == 4 else self.multiply(x[None])[0]
+            self._check(x.ndim >= 1 and x.shape[-1] == self.shape[1], x, f"[..., {self.shape[1]}]")
+            rows = x.reshape(-1, self.shape[1])
+            return self._multiply_some(rows).reshape(*x.shape[:-1], self.shape[0])
+        channels = self.shape[1] * self.window.groups
+        fits = x.ndim in (3, 4) and x.shape[-3] == channels and self.window.fits(x.shape[-2], x.shape[-1])
+        self._check(fits, x, f"[..., {channels}, height, width] with room for a window of {self.window.span}")
+        return self._multiply_some(x) if x.ndim == 4 else self._multiply_some(x[None])[0]
+
+    def _multiply_some(self, x: Tensor) -> Tensor:
+        # The loops want one row at least.
+        return self.multiply(x) if len(x) else self.multiply(x.new_zeros(1, *x.shape[1:]))[:0]
+
+    def _check(self, holds: bool, x: Tensor, wanted: str) -> None:
+        if not holds:
+            raise CallError(
+                f"a layer with a weight of {list(self.shape)} takes inputs of {wanted}; found {list(x.shape)}"
+            )
 
     def extra_repr(self) -> str:
         return f"{list(self.shape)}, {self.form}, {self.weight_bytes} bytes"

@@ -214,6 +214,7 @@ def _time_forms(layer: Layer, tensor: CodedTensor, candidates: dict[str, SmallLa
 def _replace(model: nn.Module, layer: Layer, small: SmallLayer) -> None:
     """Put `small` everywhere where the model has `layer`."""
     for parent in model.modules():
-        for name, child in parent.named_children():
+        # named_children leaves out a second name of the same layer.
+        for name, child in list(parent._modules.items()):
             if child is layer:
                 setattr(parent, name, small)
