@@ -162,6 +162,50 @@ def _convolve(
                 out[image, row, column + pixel, filter_] = sums[pixel, filter_] * k * scales[filter_] + bias[filter_]
 
 
+@dataclass(frozen=True)
+class PackedImages:
+    """Signs of images, padded with -1."""
+
+    words: Any  # int64, [image, row, column, word]
+    num_channels: int
+
+
+def pack_images(x: Tensor, pad: tuple[int, int]) -> PackedImages:
+    """The signs of x [n, c, h, w]."""
+    rows = x.permute(0, 2, 3, 1).contiguous()
+    num_images, height, width, num_channels = rows.shape
+    size = num_images, height + 2 * pad[0], width + 2 * pad[1], num_words(num_channels)
+    words = numpy.zeros(size, numpy.int64)
+    run_parallel(_pack_pixels, rows.data_ptr(), num_channels, (num_images, height, width), pad, words)
+    return PackedImages(words, num_channels)
+
+
+def convolve_packed(
+    images: PackedImages,
+    filters: PackedSigns,
+    input_scales: Tensor,
+    scales: Tensor,
+    bias: Tensor,
+    stride: tuple[int, int],
+    pad: tuple[int, int],
+) -> Tensor:
+    """((images * filters) * input_scales) * scales + bias, [n, c, h, w]; input_scales has one per output pixel."""
+    num_images, padded_height, padded_width, size = images.words.shape
+    taps = numpy.arange(filters.kernel[0])[:, None] * padded_width + numpy.arange(filters.kernel[1])
+    offsets = 8 * (taps[:, :, None] * size + numpy.arange(size)).reshape(-1)
+    out_size = [
+        (length - filters.kernel[dim]) // stride[dim] + 1 for dim, length in enumerate((padded_height, padded_width))
+    ]
+    out = torch.empty(num_images, *out_size, filters.num_filters)
+    scratch = numpy.empty((torch.get_num_threads(), _PIXELS, filters.words.shape[0] * _PANEL), numpy.float32)
+    run_parallel(
+        _convolve, images.words, filters.words.numpy(), filters.corrections.numpy(), offsets, filters.kernel, stride,
+        pad, images.num_channels, input_scales.reshape(num_images, *out_size).numpy(), scales.numpy(), bias.numpy(),
+        scratch, out.numpy(),
+    )  # fmt: skip
+    return out.permute(0, 3, 1, 2)
+
+
 def convolve_signs(
     x: Tensor,
     filters: PackedSigns,
@@ -171,19 +215,5 @@ def convolve_signs(
     stride: tuple[int, int],
     pad: tuple[int, int],
 ) -> Tensor:
-    """((signs of x * filters) * input_scales) * scales + bias; x is [n, c, h, w], input_scales one per output pixel."""
-    rows = x.permute(0, 2, 3, 1).contiguous()
-    num_images, height, width, num_channels = rows.shape
-    padded = numpy.zeros((num_images, height + 2 * pad[0], width + 2 * pad[1], num_words(num_channels)), numpy.int64)
-    run_parallel(_pack_pixels, rows.data_ptr(), num_channels, (num_images, height, width), pad, padded)
-    taps = numpy.arange(filters.kernel[0])[:, None] * padded.shape[2] + numpy.arange(filters.kernel[1])
-    offsets = 8 * (taps[:, :, None] * padded.shape[3] + numpy.arange(padded.shape[3])).reshape(-1)
-    out_size = [(padded.shape[1 + dim] - filters.kernel[dim]) // stride[dim] + 1 for dim in range(2)]
-    out = torch.empty(num_images, *out_size, filters.num_filters)
-    scratch = numpy.empty((torch.get_num_threads(), _PIXELS, filters.words.shape[0] * _PANEL), numpy.float32)
-    run_parallel(
-        _convolve, padded, filters.words.numpy(), filters.corrections.numpy(), offsets, filters.kernel, stride, pad,
-        num_channels, input_scales.reshape(num_images, *out_size).numpy(), scales.numpy(), bias.numpy(), scratch,
-        out.numpy(),
-    )  # fmt: skip
-    return out.permute(0, 3, 1, 2)
+    """The same for the signs of x."""
+    return convolve_packed(pack_images(x, pad), filters, input_scales, scales, bias, stride, pad)
