@@ -36,14 +36,23 @@ if TYPE_CHECKING:
     from undertow.api.training import TrainStep as TrainStep
     from undertow.api.training import train_step as train_step
     from undertow.ir.plan import Plan as Plan
+    from undertow.small.binary_layers import BinaryConv2d as BinaryConv2d
+    from undertow.small.binary_layers import BinaryLinear as BinaryLinear
+    from undertow.small.energy import estimate_energy as estimate_energy
+    from undertow.small.quantising import code_model as code_model
+    from undertow.small.running import run_small as run_small
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BinaryConv2d": "small.binary_layers",
+    "BinaryLinear": "small.binary_layers",
     "Plan": "ir.plan",
     "TrainStep": "api.training",
     "buckets": "api.buckets",
     "check_gradients": "api.checks",
+    "code_model": "small.quantising",
+    "estimate_energy": "small.energy",
     "grad": "api.functional",
     "hessian": "api.functional",
     "hvp": "api.functional",
@@ -53,6 +62,7 @@ _HOMES = {
     "measure": "api.measuring",
     "numerical_gradient": "api.checks",
     "plan": "api.planning",
+    "run_small": "small.running",
     "save_plan": "api.saved_plans",
     "trace": "api.traces",
     "tradeoff": "api.tradeoffs",
@@ -63,6 +73,8 @@ _HOMES = {
 
 # Written out: type checkers read it, and cannot run code.
 __all__ = [
+    "BinaryConv2d",
+    "BinaryLinear",
     "CallError",
     "CaptureError",
     "GradientCheckFailed",
@@ -77,6 +89,8 @@ __all__ = [
     "__version__",
     "buckets",
     "check_gradients",
+    "code_model",
+    "estimate_energy",
     "grad",
     "hessian",
     "hvp",
@@ -86,6 +100,7 @@ __all__ = [
     "measure",
     "numerical_gradient",
     "plan",
+    "run_small",
     "save_plan",
     "trace",
     "tradeoff",
