@@ -96,7 +96,7 @@ def _multiply(
 
 
 def multiply_sparse(weights: SparseRows, bias: Tensor, x: Tensor, offsets: Tensor, num_positions: int) -> Tensor:
-    """out[row, p] for p below `num_positions`, a multiple of 16. x has that much behind its last offset."""
+    """out[row, p] for p below `num_positions`, a multiple of 16. x has as much after its last offset."""
     num_rows = len(weights.starts) - 1
     out = torch.empty(num_rows, num_positions)
     longest = int(weights.starts.diff().max()) if num_rows else 0
