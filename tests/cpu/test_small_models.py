@@ -85,6 +85,7 @@ def test_depthwise_and_pieces_of_groups(monkeypatch):
     tensor = prune(layer.weight, 0.5)
     assert_same_layer(layer, SparseLayer(layer, tensor), tensor, x)
     tensor = integers(layer.weight, 4)
+    monkeypatch.setattr("undertow.small.packed_layers._LEAST_ROWS", 1)
     for piece_bytes in (36, 200, 400, 1 << 20):  # less than a group, several groups, all
         monkeypatch.setattr("undertow.small.packed_layers._PIECE_BYTES", piece_bytes)
         assert_same_layer(layer, PackedLayer(layer, tensor, 4), tensor, x)

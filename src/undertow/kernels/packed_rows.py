@@ -14,6 +14,7 @@ many rows of x unpacking is paid once, and the product is dense.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,10 +172,16 @@ def multiply_few(weights: PackedRows, bias: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-def unpack_rows(weights: PackedRows, first: int, last: int) -> Tensor:
-    """The weights of the rows from `first` to before `last`, in float32."""
-    out = torch.empty(last - first, -(-weights.num_columns // _BLOCK) * _BLOCK)
+def unpack_rows(weights: PackedRows, first: int, last: int, memory: Tensor | None = None) -> Tensor:
+    """The weights of the rows from `first` to before `last`, in float32, at the start of `memory` if that is given."""
+    shape = last - first, unpacked_columns(weights)
+    out = torch.empty(shape) if memory is None else memory[: math.prod(shape)].view(shape)
     run_parallel(
         _unpack, weights.data[first:last].numpy(), weights.num_bits, weights.scales[first:last].numpy(), out.numpy()
     )
     return out[:, : weights.num_columns]
+
+
+def unpacked_columns(weights: PackedRows) -> int:
+    """The elements from one unpacked row to the next."""
+    return -(-weights.num_columns // _BLOCK) * _BLOCK

@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from undertow.compress.tensors import CodedTensor
-from undertow.kernels.packed_rows import PackedRows, multiply_few, pack_rows, unpack_rows
+from undertow.kernels.packed_rows import PackedRows, multiply_few, pack_rows, unpack_rows, unpacked_columns
 from undertow.small.layers import Layer, SmallLayer, row_scales
 
-# Measured on one core, 25,088 x 4,096: with 16 rows of x both ways take the same time.
-_MOST_FEW = 8
-_PIECE_BYTES = 1 << 20  # of unpacked weights, which fit an L2 cache
+# Measured on one core, 25,088 x 4,096: with as many rows of x both ways take about the same time.
+_MOST_FEW = 16
+# Filters that are unpacked at a time: a megabyte of weights, which fits an L2 cache, but enough for a good product.
+_PIECE_BYTES = 1 << 20
+_LEAST_ROWS = 64
 
 
 def bits_for(tensor: CodedTensor) -> int | None:
@@ -64,11 +66,13 @@ class PackedLayer(SmallLayer):
         """See `SmallLayer`."""
         if self.window is None and len(x) <= _MOST_FEW:
             return multiply_few(self.rows, self.bias, x)
-        rows = self.rows
-        return torch.cat([self._multiply_piece(x, rows, first, last) for first, last in self._pieces()], dim=1)
+        rows, pieces = self.rows, list(self._pieces())
+        # The same memory for every piece: new pages would cost more than the unpacking.
+        memory = torch.empty(max(last - first for first, last in pieces) * unpacked_columns(rows))
+        return torch.cat([self._multiply_piece(x, rows, first, last, memory) for first, last in pieces], dim=1)
 
-    def _multiply_piece(self, x: Tensor, rows: PackedRows, first: int, last: int) -> Tensor:
-        weight, bias = unpack_rows(rows, first, last), self.bias[first:last]
+    def _multiply_piece(self, x: Tensor, rows: PackedRows, first: int, last: int, memory: Tensor) -> Tensor:
+        weight, bias = unpack_rows(rows, first, last, memory), self.bias[first:last]
         if self.window is None:
             return functional.linear(x, weight, bias)
         _, stride, pad, dilation, groups = self.window
@@ -81,7 +85,7 @@ class PackedLayer(SmallLayer):
     def _pieces(self) -> Iterator[tuple[int, int]]:
         """Whole groups, or filters of one group, whose weights are about as many bytes as a piece has."""
         per_group = self.shape[0] // (1 if self.window is None else self.window.groups)
-        most = max(1, _PIECE_BYTES // (4 * math.prod(self.shape[1:])))
+        most = max(_LEAST_ROWS, _PIECE_BYTES // (4 * math.prod(self.shape[1:])))
         if most >= per_group:
             step = most // per_group * per_group
             yield from ((first, min(first + step, self.shape[0])) for first in range(0, self.shape[0], step))
