@@ -91,7 +91,7 @@ def test_depthwise_and_pieces_of_groups(monkeypatch):
         assert_same_layer(layer, PackedLayer(layer, tensor, 4), tensor, x)
 
 
-@pytest.mark.parametrize("batch", [(), (0,), (1,), (5,), (3, 2, 4), (40,)], ids=str)
+@pytest.mark.parametrize("batch", [(), (0,), (1,), (5,), (3, 2, 4), (40,), (130,)], ids=str)
 def test_products(batch):
     layer = nn.Linear(75, 33)
     x = torch.randn(*batch, 75)

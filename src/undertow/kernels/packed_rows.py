@@ -37,7 +37,7 @@ from undertow.kernels.vectors import load, store, zeros
 
 _LANES = 16
 _BLOCK = 2 * _LANES
-_FEW = 4  # rows of x that share one unpacking in registers
+_ROWS = 4  # of weights, that meet x together
 
 
 @dataclass(frozen=True)
@@ -86,70 +86,93 @@ def _second_lanes(row: int, num_bits: int, column: int) -> Any:
 
 
 @numba.njit(error_model="numpy")
-def _dot_one(row: int, num_bits: int, x: int, num_columns: int) -> Any:
-    s0 = zeros()
-    s1 = zeros()
-    s2 = zeros()
-    s3 = zeros()
-    column = 0
-    while column + 2 * _BLOCK <= num_columns:
-        at = x + 4 * column
-        s0 = s0 + _first_lanes(row, num_bits, column) * load(at)
-        s1 = s1 + _second_lanes(row, num_bits, column) * load(at + 64)
-        s2 = s2 + _first_lanes(row, num_bits, column + _BLOCK) * load(at + 128)
-        s3 = s3 + _second_lanes(row, num_bits, column + _BLOCK) * load(at + 192)
-        column += 2 * _BLOCK
-    if column < num_columns:
-        at = x + 4 * column
-        s0 = s0 + _first_lanes(row, num_bits, column) * load(at)
-        s1 = s1 + _second_lanes(row, num_bits, column) * load(at + 64)
-    return sum_lanes((s0 + s1) + (s2 + s3))
-
-
-@numba.njit(error_model="numpy")
-def _dot_four(row: int, num_bits: int, x0: int, x1: int, x2: int, x3: int, num_columns: int) -> Any:
+def _by_one(w0: int, w1: int, w2: int, w3: int, num_bits: int, x: int, num_columns: int) -> Any:
+    """Four rows of weights by one of x, which is read once for them."""
     s0 = zeros()
     s1 = zeros()
     s2 = zeros()
     s3 = zeros()
     for column in range(0, num_columns, _BLOCK):
-        at = 4 * column
-        first = _first_lanes(row, num_bits, column)
-        s0 = s0 + first * load(x0 + at)
-        s1 = s1 + first * load(x1 + at)
-        s2 = s2 + first * load(x2 + at)
-        s3 = s3 + first * load(x3 + at)
-        second = _second_lanes(row, num_bits, column)
-        s0 = s0 + second * load(x0 + at + 64)
-        s1 = s1 + second * load(x1 + at + 64)
-        s2 = s2 + second * load(x2 + at + 64)
-        s3 = s3 + second * load(x3 + at + 64)
+        first, second = load(x + 4 * column), load(x + 4 * column + 64)
+        s0 = s0 + _first_lanes(w0, num_bits, column) * first
+        s1 = s1 + _first_lanes(w1, num_bits, column) * first
+        s2 = s2 + _first_lanes(w2, num_bits, column) * first
+        s3 = s3 + _first_lanes(w3, num_bits, column) * first
+        s0 = s0 + _second_lanes(w0, num_bits, column) * second
+        s1 = s1 + _second_lanes(w1, num_bits, column) * second
+        s2 = s2 + _second_lanes(w2, num_bits, column) * second
+        s3 = s3 + _second_lanes(w3, num_bits, column) * second
     return sum_lanes(s0), sum_lanes(s1), sum_lanes(s2), sum_lanes(s3)
+
+
+@numba.njit(error_model="numpy")
+def _by_two(w0: int, w1: int, w2: int, w3: int, num_bits: int, x: int, y: int, num_columns: int) -> Any:
+    """Four rows of weights by two of x, which share their unpacking."""
+    s0 = zeros()
+    s1 = zeros()
+    s2 = zeros()
+    s3 = zeros()
+    t0 = zeros()
+    t1 = zeros()
+    t2 = zeros()
+    t3 = zeros()
+    for column in range(0, num_columns, _BLOCK):
+        at = 4 * column
+        one, two = load(x + at), load(y + at)
+        weight = _first_lanes(w0, num_bits, column)
+        s0, t0 = s0 + weight * one, t0 + weight * two
+        weight = _first_lanes(w1, num_bits, column)
+        s1, t1 = s1 + weight * one, t1 + weight * two
+        weight = _first_lanes(w2, num_bits, column)
+        s2, t2 = s2 + weight * one, t2 + weight * two
+        weight = _first_lanes(w3, num_bits, column)
+        s3, t3 = s3 + weight * one, t3 + weight * two
+        one, two = load(x + at + 64), load(y + at + 64)
+        weight = _second_lanes(w0, num_bits, column)
+        s0, t0 = s0 + weight * one, t0 + weight * two
+        weight = _second_lanes(w1, num_bits, column)
+        s1, t1 = s1 + weight * one, t1 + weight * two
+        weight = _second_lanes(w2, num_bits, column)
+        s2, t2 = s2 + weight * one, t2 + weight * two
+        weight = _second_lanes(w3, num_bits, column)
+        s3, t3 = s3 + weight * one, t3 + weight * two
+    return (
+        (sum_lanes(s0), sum_lanes(s1), sum_lanes(s2), sum_lanes(s3)),
+        (sum_lanes(t0), sum_lanes(t1), sum_lanes(t2), sum_lanes(t3)),
+    )
+
+
+@numba.njit(error_model="numpy")
+def _finish(out: Any, row: int, num_rows: int, sums: Any, scales: Any, bias: Any) -> None:
+    out[row] = sums[0] * scales[row] + bias[row]
+    if num_rows > 1:
+        out[row + 1] = sums[1] * scales[row + 1] + bias[row + 1]
+    if num_rows > 2:
+        out[row + 2] = sums[2] * scales[row + 2] + bias[row + 2]
+    if num_rows > 3:
+        out[row + 3] = sums[3] * scales[row + 3] + bias[row + 3]
 
 
 @cached_njit(parallel=True, error_model="numpy")
 def _multiply(data: Any, num_bits: int, scales: Any, bias: Any, x: Any, out: Any) -> None:
     num, num_columns = x.shape
-    x_row = 4 * num_columns
-    for row in numba.prange(data.shape[0]):
-        weights, scale, shift = data[row].ctypes.data, scales[row], bias[row]
-        first = 0
-        while first < num:
-            at = x.ctypes.data + first * x_row
-            if num - first == 1:
-                out[first, row] = _dot_one(weights, num_bits, at, num_columns) * scale + shift
-            else:
-                # Beyond the last row of x that row is taken again.
-                left = num - 1 - first
-                second, third, fourth = at + x_row, at + min(2, left) * x_row, at + min(3, left) * x_row
-                sums = _dot_four(weights, num_bits, at, second, third, fourth, num_columns)
-                out[first, row] = sums[0] * scale + shift
-                out[first + 1, row] = sums[1] * scale + shift
-                if left > 1:
-                    out[first + 2, row] = sums[2] * scale + shift
-                if left > 2:
-                    out[first + 3, row] = sums[3] * scale + shift
-            first += _FEW
+    row_bytes, x_row = data.shape[1], 4 * num_columns
+    for block in numba.prange((data.shape[0] + _ROWS - 1) // _ROWS):
+        row = block * _ROWS
+        num_rows = min(_ROWS, data.shape[0] - row)
+        # After the last row that row is taken again.
+        last = num_rows - 1
+        w0 = data[row].ctypes.data
+        w1, w2, w3 = w0 + min(1, last) * row_bytes, w0 + min(2, last) * row_bytes, w0 + last * row_bytes
+        for index in range(0, num - 1, 2):
+            at = x.ctypes.data + index * x_row
+            first, second = _by_two(w0, w1, w2, w3, num_bits, at, at + x_row, num_columns)
+            _finish(out[index], row, num_rows, first, scales, bias)
+            _finish(out[index + 1], row, num_rows, second, scales, bias)
+        if num & 1:
+            at = x.ctypes.data + (num - 1) * x_row
+            only = _by_one(w0, w1, w2, w3, num_bits, at, num_columns)
+            _finish(out[num - 1], row, num_rows, only, scales, bias)
 
 
 @cached_njit(parallel=True, error_model="numpy")
