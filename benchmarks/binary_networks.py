@@ -23,17 +23,17 @@ def _linear(features: int, outputs: int, is_binary: bool) -> list[nn.Module]:
 
 
 def lenet5(is_binary: bool) -> nn.Module:
-    """LeNet-5 as it is pruned elsewhere, 20 and 50 filters and 500 units, with normalisation."""
+    """LeNet-5's layers with 32 and 64 filters and 512 units, and normalisation."""
     return nn.Sequential(
-        nn.Conv2d(1, 20, 5),
-        nn.BatchNorm2d(20),
+        nn.Conv2d(1, 32, 5),
+        nn.BatchNorm2d(32),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        *_convolution(20, 50, 5, 0, is_binary),
+        *_convolution(32, 64, 5, 0, is_binary),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        *_linear(50 * 4 * 4, 500, is_binary),
-        nn.Linear(500, 10),
+        *_linear(64 * 4 * 4, 512, is_binary),
+        nn.Linear(512, 10),
     )
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from turns import compare, show, take_turns
 
 from undertow.compress.tensors import CodedTensor
+from undertow.fast.onednn import PRODUCT_PREPARED, REORDER_PRODUCT
 from undertow.small.layers import Layer, SmallLayer
 from undertow.small.packed_layers import PackedLayer
 from undertow.small.quantising import code_integers, code_signs
@@ -77,6 +78,12 @@ def rivals_of(layer: nn.Linear, x: torch.Tensor) -> dict[str, Run]:
     return found
 
 
+def prepared(layer: nn.Linear, x: torch.Tensor) -> Run:
+    """The dense layer by oneDNN, with its weight laid out before."""
+    weight = REORDER_PRODUCT(layer.weight.t(), len(x))
+    return lambda: PRODUCT_PREPARED(x, weight, layer.bias, "none")
+
+
 def main() -> None:
     """Print every comparison, and write them with --save."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -92,7 +99,7 @@ def main() -> None:
         forms = forms_of(layer, (0.04, 0.1))
         for batch in BATCHES:
             x = torch.randn(batch, 25088)
-            contenders: dict[str, Run] = {"dense": lambda x=x: layer(x)}
+            contenders: dict[str, Run] = {"dense": lambda x=x: layer(x), "dense, oneDNN": prepared(layer, x)}
             contenders |= {name: lambda form=form, x=x: form(x) for name, form in forms.items()}
             if batch <= _MOST_FOR_RIVALS:
                 contenders |= rivals_of(layer, x)

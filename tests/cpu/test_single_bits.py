@@ -164,6 +164,8 @@ def test_integers_are_within_half_a_step_or_clipped(num_bits):
 def test_what_cannot_be_coded_is_refused():
     with pytest.raises(ut.CallError, match="infinities or NaN"):
         code_signs(torch.tensor([[1.0, float("nan")]]))
+    with pytest.raises(ut.CallError, match="padding is a number of pixels"):
+        BinaryConv2d(2, 2, 3, padding="same")
     with pytest.raises(ut.CallError, match="from 2 to 8; found 9"):
         code_integers(torch.randn(2, 2), 9)
     with pytest.raises(ut.CallError, match=r"rows of floats; found \(2,\) of torch.int64"):

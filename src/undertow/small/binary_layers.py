@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from undertow.errors import CallError
+
 Pair = int | tuple[int, ...]
 
 
@@ -75,6 +77,8 @@ class BinaryConv2d(nn.Conv2d):
         bias: bool = True,
         binary_inputs: bool = True,
     ) -> None:
+        if isinstance(padding, str):
+            raise CallError(f"BinaryConv2d: padding is a number of pixels, or two; found {padding!r}")
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
         self.padding: tuple[int, int]  # here it is no name
         self.binary_inputs = binary_inputs
