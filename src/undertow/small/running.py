@@ -93,28 +93,17 @@ def run_small(
         raise CallError(f"run_small: prefer is 'time' or 'memory'; found {prefer!r}")
     copied = copy.deepcopy(model).eval()
     _load(copied, tensors)
-    found = _measure(copied, tensors, args, kwargs or {}) if HAS_NUMBA else {}
-    choices = []
-    for module, (name, measured) in found.items():
-        sizes = {"dense": measured.dense_bytes, **{form: size for form, (_, size) in measured.forms.items()}}
-        times = {"dense": measured.dense_us, **{form: us for form, (us, _) in measured.forms.items()}}
-        ranks = times if prefer == "time" else sizes
-        form = min(ranks, key=lambda item: ranks[item])
-        choices.append(
-            LayerChoice(name, form, measured.input_shape, measured.dense_us, measured.dense_bytes, measured.forms)
-        )
-        if form != "dense":
-            _replace(copied, module, _make_form(module, measured.tensor, form))
-    return SmallModel(copied, choices)
+    choices = _measure(copied, tensors, args, kwargs or {}, prefer) if HAS_NUMBA else {}
+    for layer, choice in choices.items():
+        if choice.form != "dense":
+            tensor = tensors[_weight_of(choice.name)]
+            assert isinstance(tensor, CodedTensor)
+            _replace(copied, layer, _make_form(layer, tensor, choice.form))
+    return SmallModel(copied, list(choices.values()))
 
 
-@dataclass
-class _Measured:
-    tensor: CodedTensor
-    input_shape: tuple[int, ...]
-    dense_us: float
-    dense_bytes: int
-    forms: dict[str, tuple[float, int]]
+def _weight_of(name: str) -> str:
+    return f"{name}.weight" if name else "weight"
 
 
 def _load(model: nn.Module, tensors: Mapping[str, Tensor | CodedTensor]) -> None:
@@ -159,22 +148,26 @@ def _make_form(layer: Layer, tensor: CodedTensor, form: str) -> SmallLayer:
 
 
 def _measure(
-    model: nn.Module, tensors: Mapping[str, Tensor | CodedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[Layer, tuple[str, _Measured]]:
-    """Every layer that the example reaches and that has other forms, with their times."""
-    found: dict[Layer, tuple[str, _Measured]] = {}
+    model: nn.Module,
+    tensors: Mapping[str, Tensor | CodedTensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    prefer: Prefer,
+) -> dict[Layer, LayerChoice]:
+    """Every layer that the example reaches and that has other forms, timed on what it is given."""
+    found: dict[Layer, LayerChoice] = {}
     hooks = []
 
     def watch(name: str, layer: Layer, tensor: CodedTensor, forms: list[str]) -> None:
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if layer not in found and len(inputs) == 1 and _is_timed(inputs[0]):
                 candidates = {form: _make_form(layer, tensor, form) for form in forms}
-                found[layer] = name, _time_forms(layer, tensor, candidates, inputs[0])
+                found[layer] = _time_forms(name, layer, candidates, inputs[0], prefer)
 
         hooks.append(layer.register_forward_hook(hook))
 
     for name, layer in model.named_modules():
-        tensor = tensors.get(f"{name}.weight" if name else "weight")
+        tensor = tensors.get(_weight_of(name))
         if type(layer) in _KINDS and isinstance(layer, nn.Linear | nn.Conv2d) and isinstance(tensor, CodedTensor):
             forms = _forms_for(layer, tensor)
             if forms:
@@ -192,7 +185,7 @@ def _is_timed(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype is torch.float32 and x.device.type == "cpu" and x.numel() > 0
 
 
-def _time_forms(layer: Layer, tensor: CodedTensor, candidates: dict[str, SmallLayer], x: Tensor) -> _Measured:
+def _time_forms(name: str, layer: Layer, candidates: dict[str, SmallLayer], x: Tensor, prefer: Prefer) -> LayerChoice:
     modules: dict[str, nn.Module] = {"dense": layer, **candidates}
     times: dict[str, list[float]] = {form: [] for form in modules}
     # `forward` itself: a call would run the hook again.
@@ -207,8 +200,16 @@ def _time_forms(layer: Layer, tensor: CodedTensor, candidates: dict[str, SmallLa
         if time.perf_counter() - began > _LAYER_S:
             break
     medians = {form: statistics.median(values) for form, values in times.items()}
-    forms = {form: (medians[form], candidate.weight_bytes) for form, candidate in candidates.items()}
-    return _Measured(tensor, tuple(x.shape), medians["dense"], layer.weight.nbytes, forms)
+    sizes = {"dense": layer.weight.nbytes, **{form: item.weight_bytes for form, item in candidates.items()}}
+    ranks: Mapping[str, float] = medians if prefer == "time" else sizes
+    return LayerChoice(
+        name,
+        min(ranks, key=lambda form: ranks[form]),
+        tuple(x.shape),
+        medians["dense"],
+        sizes["dense"],
+        {form: (medians[form], sizes[form]) for form in candidates},
+    )
 
 
 def _replace(model: nn.Module, layer: Layer, small: SmallLayer) -> None:
