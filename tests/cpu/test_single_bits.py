@@ -127,6 +127,21 @@ def test_packed_bits_have_the_bits_of_the_trained_network():
     assert isinstance(small.model[2], BitLayer) and isinstance(small.model[5], PackedLayer)
 
 
+@pytest.mark.parametrize("weights", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("images", [torch.contiguous_format, torch.channels_last])
+def test_bits_are_the_same_layer_after_layer(weights, images):
+    """K is a sum over channels, whose order follows the layout in which the layer before gives its images."""
+    layers = [ut.BinaryConv2d(70, 96, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(96), ut.BinaryConv2d(96, 130, 1)]
+    model = nn.Sequential(*layers, ut.BinaryConv2d(130, 20, 3, stride=2)).eval().to(memory_format=weights)
+    model[2].running_mean.uniform_()
+    x = torch.randn(3, 70, 9, 9).contiguous(memory_format=images)
+    small = run_small(model, code_model(model), (x,), prefer="memory")
+    assert [choice.form for choice in small.choices] == ["bits"] * 3
+    with torch.no_grad():
+        for given in (x, x[:, :, 1:, 2:]):
+            assert torch.equal(small(given), model(given))
+
+
 def test_the_file_takes_a_bit_a_weight():
     layer = BinaryLinear(512, 256, bias=False)
     num_bytes = len(pack_small_file(code_model(layer), {}))

@@ -2,7 +2,8 @@
 
 In: a `BinaryLinear` or `BinaryConv2d` with binary inputs, and its weight as signs with a scale per filter. Out: the
 same output, bit for bit: sums of signs are integers, exact in float32 below 2^24 terms, and what scales them is
-computed and applied in the same order. See `kernels.bit_product`.
+computed and applied in the same order. Images come out in the layout in which the trained layer gives them: the next
+layer's K is a sum over channels, whose order follows the layout. See `kernels.bit_product`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from undertow.compress.tensors import CodedTensor
 from undertow.kernels.bit_product import PackedSigns, convolve_signs, pack_filters, unpack_filters
@@ -31,6 +33,7 @@ class BitLayer(SmallLayer):
         self.register_buffer("words", filters.words)
         self.register_buffer("corrections", filters.corrections)
         self.register_buffer("scales", row_scales(tensor).contiguous())
+        self.makes_channels_last = isinstance(layer, BinaryConv2d) and _makes_channels_last(layer)
 
     @property
     def filters(self) -> PackedSigns:
@@ -54,11 +57,25 @@ class BitLayer(SmallLayer):
         if self.window is not None:
             kernel, stride, pad, _, _ = self.window
             means = window_means(x, kernel, stride, pad)
-            return convolve_signs(x, self.filters, means, scales, self.bias, stride, pad)
+            out = convolve_signs(x, self.filters, means, scales, self.bias, stride, pad)
+            return out if self.makes_channels_last or _has_channels_last(x) else out.contiguous()
         # A product is a convolution of 1 x 1 over an image of one row, whose pixels are the rows of x.
         image = x.t()[None, :, None, :]
         out = convolve_signs(image, self.filters, row_means(x), scales, self.bias, (1, 1), (0, 0))
         return out[0, :, 0].t()
+
+
+def _makes_channels_last(layer: BinaryConv2d) -> bool:
+    """Whether the layout of its weight makes PyTorch give channels_last images for others."""
+    height, width = layer.kernel_size
+    probe = torch.zeros(2, layer.in_channels, height + 1, width + 1)
+    return not functional.conv2d(probe, layer.weight.detach()).is_contiguous()
+
+
+def _has_channels_last(x: Tensor) -> bool:
+    """Whether channels are innermost, also in a part of an image."""
+    dense = torch.empty_like(x, device="meta")
+    return dense.is_contiguous(memory_format=torch.channels_last) and not dense.is_contiguous()
 
 
 def fits(tensor: CodedTensor) -> bool:
