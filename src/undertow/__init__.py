@@ -12,6 +12,7 @@ from undertow.errors import GradientCheckFailed as GradientCheckFailed
 from undertow.errors import InfeasibleBudget as InfeasibleBudget
 from undertow.errors import MissingRule as MissingRule
 from undertow.errors import PlanError as PlanError
+from undertow.errors import RankLost as RankLost
 from undertow.errors import TooManyOutcomes as TooManyOutcomes
 from undertow.errors import UndertowError as UndertowError
 from undertow.errors import UnsupportedTorch as UnsupportedTorch
@@ -42,9 +43,16 @@ if TYPE_CHECKING:
     from undertow.shrink.compressed import Compressed as Compressed
     from undertow.shrink.compressed import load_compressed as load_compressed
     from undertow.shrink.compressing import compress as compress
+    from undertow.small.binary_layers import BinaryConv2d as BinaryConv2d
+    from undertow.small.binary_layers import BinaryLinear as BinaryLinear
+    from undertow.small.energy import estimate_energy as estimate_energy
+    from undertow.small.quantising import code_model as code_model
+    from undertow.small.running import run_small as run_small
 
 
 _HOMES = {
+    "BinaryConv2d": "small.binary_layers",
+    "BinaryLinear": "small.binary_layers",
     "Compressed": "shrink.compressed",
     "Masks": "ops.projection",
     "Mesh": "ranks.mesh",
@@ -52,17 +60,20 @@ _HOMES = {
     "TrainStep": "api.training",
     "buckets": "api.buckets",
     "check_gradients": "api.checks",
+    "code_model": "small.quantising",
     "compress": "shrink.compressing",
+    "estimate_energy": "small.energy",
     "grad": "api.functional",
     "hessian": "api.functional",
     "hvp": "api.functional",
     "inspect": "api.inspection",
     "largest_batch": "api.tradeoffs",
-    "load_plan": "api.saved_plans",
     "load_compressed": "shrink.compressed",
+    "load_plan": "api.saved_plans",
     "measure": "api.measuring",
     "numerical_gradient": "api.checks",
     "plan": "api.planning",
+    "run_small": "small.running",
     "save_plan": "api.saved_plans",
     "trace": "api.traces",
     "tradeoff": "api.tradeoffs",
@@ -73,15 +84,19 @@ _HOMES = {
 
 # Written out: type checkers read it, and cannot run code.
 __all__ = [
-    "Compressed",
+    "BinaryConv2d",
+    "BinaryLinear",
     "CallError",
     "CaptureError",
+    "Compressed",
     "GradientCheckFailed",
     "InfeasibleBudget",
     "Masks",
+    "Mesh",
     "MissingRule",
     "Plan",
     "PlanError",
+    "RankLost",
     "TooManyOutcomes",
     "TrainStep",
     "UndertowError",
@@ -89,7 +104,9 @@ __all__ = [
     "__version__",
     "buckets",
     "check_gradients",
+    "code_model",
     "compress",
+    "estimate_energy",
     "grad",
     "hessian",
     "hvp",
@@ -100,6 +117,7 @@ __all__ = [
     "measure",
     "numerical_gradient",
     "plan",
+    "run_small",
     "save_plan",
     "trace",
     "tradeoff",

@@ -60,22 +60,41 @@ def _row(file: SmallFile, entry: Entry) -> Row:
     )
     if not isinstance(tensor, CodedTensor) or not entry.num_kept:
         return row
+    size = shared_size(tensor)
+    return replace(
+        row,
+        num_codes=entry.num_codes,
+        code_bits=size.code_bits,
+        coded_code_bits=8 * entry.sizes[1] / entry.num_kept,
+        gap_bits=size.gap_bits,
+        coded_gap_bits=8 * entry.sizes[0] / entry.num_kept,
+        shared_bytes=size.num_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class SharedSize:
+    """A tensor before coding: entries of a gap and a code, and the tables."""
+
+    code_bits: int
+    gap_bits: int
+    num_bytes: int
+
+
+def shared_size(tensor: CodedTensor) -> SharedSize:
+    """What P+Q takes. Codes that no weight has are not counted."""
+    num_codes = len(tensor.codes.unique())
     # One code more than values for the filler, where there are gaps.
-    is_sparse = tensor.mask is not None
-    code_bits = (entry.num_codes + is_sparse - 1).bit_length()
-    gap_bits, num_entries = 0, entry.num_kept
-    if tensor.mask is not None:
+    is_sparse = tensor.mask is not None and tensor.num_kept > 0
+    code_bits = (num_codes + is_sparse - 1).bit_length() if num_codes else 0
+    gap_bits, num_entries = 0, tensor.num_kept
+    if is_sparse:
+        assert tensor.mask is not None
         positions = numpy.flatnonzero(tensor.mask.numpy())
         sizes = {bits: gaps_of(positions, bits)[0].size for bits in GAP_BITS}
         gap_bits = min(sizes, key=lambda bits: sizes[bits] * (bits + code_bits))
         num_entries = sizes[gap_bits]
-    tables = (entry.num_codes + (entry.shape[0] if entry.has_scales else 0)) * entry.dtype.itemsize
-    return replace(
-        row,
-        num_codes=entry.num_codes,
-        code_bits=code_bits,
-        coded_code_bits=8 * entry.sizes[1] / entry.num_kept,
-        gap_bits=gap_bits,
-        coded_gap_bits=8 * entry.sizes[0] / entry.num_kept,
-        shared_bytes=(num_entries * (gap_bits + code_bits) + 7) // 8 + tables,
+    num_tabled = num_codes + (0 if tensor.scales is None else len(tensor.scales))
+    return SharedSize(
+        code_bits, gap_bits, (num_entries * (gap_bits + code_bits) + 7) // 8 + num_tabled * tensor.dtype.itemsize
     )

@@ -45,14 +45,16 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, numba_type, _LANES)
 
 
-def _pointer(builder: Any, address: Any, element_type: Any) -> Any:
+def pointer_to(builder: Any, address: Any, element_type: Any) -> Any:
+    """LLVM's pointer to an address."""
     return builder.inttoptr(address, element_type.as_pointer())
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
-    first = builder.insert_element(ir.Constant(_LANES, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-    order = ir.Constant(ir.VectorType(ir.IntType(32), NUM_LANES), [0] * NUM_LANES)
-    return builder.shuffle_vector(first, ir.Constant(_LANES, ir.Undefined), order)
+def splat(builder: Any, scalar: Any, lanes: Any = _LANES) -> Any:
+    """LLVM's vector with a scalar in all lanes."""
+    first = builder.insert_element(ir.Constant(lanes, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+    order = ir.Constant(ir.VectorType(ir.IntType(32), lanes.count), [0] * lanes.count)
+    return builder.shuffle_vector(first, ir.Constant(lanes, ir.Undefined), order)
 
 
 def _register_operator(function: Any, instruction: str) -> None:
@@ -63,7 +65,7 @@ def _register_operator(function: Any, instruction: str) -> None:
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         left, right = args
         if sig.args[1] is not vector:
-            right = _splat(builder, builder.fptrunc(right, _FLOAT))
+            right = splat(builder, builder.fptrunc(right, _FLOAT))
         return getattr(builder, instruction)(left, right, flags=_CONTRACT)
 
     lower_builtin(function, vector, vector)(lower)
@@ -80,7 +82,7 @@ def load(typingctx: Any, address: Any) -> Any:
     """The 16 elements at an address."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        loaded = builder.load(_pointer(builder, args[0], _LANES))
+        loaded = builder.load(pointer_to(builder, args[0], _LANES))
         loaded.align = 4
         return loaded
 
@@ -92,7 +94,7 @@ def store(typingctx: Any, address: Any, value: Any) -> Any:
     """Write 16 elements at an address."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store(args[1], _pointer(builder, args[0], _LANES), align=4)
+        builder.store(args[1], pointer_to(builder, args[0], _LANES), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, vector), generate
@@ -107,7 +109,7 @@ def load_where(typingctx: Any, address: Any, bits: Any) -> Any:
     """The elements at an address whose bit is set, 0 elsewhere; memory without a bit is not touched."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = _pointer(builder, args[0], _LANES)
+        pointer = pointer_to(builder, args[0], _LANES)
         function_type = ir.FunctionType(_LANES, [pointer.type, ir.IntType(32), _BITS, _LANES])
         function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.masked.load.v16f32.p0v16f32")
         zero = ir.Constant(_LANES, [0.0] * NUM_LANES)
@@ -121,7 +123,7 @@ def store_where(typingctx: Any, address: Any, value: Any, bits: Any) -> Any:
     """Write the elements whose bit is set; memory without a bit is not touched."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = _pointer(builder, args[0], _LANES)
+        pointer = pointer_to(builder, args[0], _LANES)
         function_type = ir.FunctionType(ir.VoidType(), [_LANES, pointer.type, ir.IntType(32), _BITS])
         function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.masked.store.v16f32.p0v16f32")
         builder.call(function, [args[1], pointer, ir.Constant(ir.IntType(32), 4), _mask(builder, args[2])])
@@ -135,7 +137,7 @@ def load_element(typingctx: Any, address: Any) -> Any:
     """The float32 at an address."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load(_pointer(builder, args[0], _FLOAT))
+        return builder.load(pointer_to(builder, args[0], _FLOAT))
 
     return types.float32(types.int64), generate
 
@@ -145,7 +147,7 @@ def store_element(typingctx: Any, address: Any, value: Any) -> Any:
     """Write one float32 at an address."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store(args[1], _pointer(builder, args[0], _FLOAT))
+        builder.store(args[1], pointer_to(builder, args[0], _FLOAT))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32), generate
@@ -156,7 +158,7 @@ def load_byte(typingctx: Any, address: Any) -> Any:
     """The byte at an address."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.zext(builder.load(_pointer(builder, args[0], ir.IntType(8))), _INDEX)
+        return builder.zext(builder.load(pointer_to(builder, args[0], ir.IntType(8))), _INDEX)
 
     return types.int64(types.int64), generate
 
@@ -166,7 +168,7 @@ def load_word(typingctx: Any, address: Any) -> Any:
     """The 32 bits at an address, as an unsigned number."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.zext(builder.load(_pointer(builder, args[0], ir.IntType(32))), _INDEX)
+        return builder.zext(builder.load(pointer_to(builder, args[0], ir.IntType(32))), _INDEX)
 
     return types.uint64(types.int64), generate
 
@@ -176,7 +178,7 @@ def store_word(typingctx: Any, address: Any, value: Any) -> Any:
     """Write the low 32 bits of an unsigned number at an address."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store(builder.trunc(args[1], ir.IntType(32)), _pointer(builder, args[0], ir.IntType(32)))
+        builder.store(builder.trunc(args[1], ir.IntType(32)), pointer_to(builder, args[0], ir.IntType(32)))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.uint64), generate
@@ -188,7 +190,7 @@ def store_two_bytes(typingctx: Any, address: Any, bits: Any) -> Any:
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         value = builder.trunc(args[1], ir.IntType(16))
-        builder.store(value, _pointer(builder, args[0], ir.IntType(16)), align=1)
+        builder.store(value, pointer_to(builder, args[0], ir.IntType(16)), align=1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
@@ -200,6 +202,17 @@ def not_at_most_zero(typingctx: Any, value: Any) -> Any:
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         compared = builder.fcmp_unordered("ugt", args[0], ir.Constant(_LANES, [0.0] * NUM_LANES))
+        return builder.zext(builder.bitcast(compared, ir.IntType(16)), _INDEX)
+
+    return types.int64(vector), generate
+
+
+@_intrinsic
+def at_least_zero(typingctx: Any, value: Any) -> Any:
+    """One bit per lane: whether the element is >= 0, which -0.0 is and a NaN is not."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        compared = builder.fcmp_ordered(">=", args[0], ir.Constant(_LANES, [0.0] * NUM_LANES))
         return builder.zext(builder.bitcast(compared, ir.IntType(16)), _INDEX)
 
     return types.int64(vector), generate
@@ -253,12 +266,12 @@ def make_product_kernel(num_rows: int, num_vectors: int) -> Callable[..., None]:
         sums = [builder.phi(_LANES) for _ in block]
         rights = []
         for column in range(num_vectors):
-            right = builder.load(_pointer(builder, at(b_now, b_term, 0, 64 * column), _LANES))
+            right = builder.load(pointer_to(builder, at(b_now, b_term, 0, 64 * column), _LANES))
             right.align = 4
             rights.append(right)
         new_sums = []
         for row in range(num_rows):
-            left = _splat(builder, builder.load(_pointer(builder, at(a_now, a_row, row), _FLOAT)))
+            left = splat(builder, builder.load(pointer_to(builder, at(a_now, a_row, row), _FLOAT)))
             for column in range(num_vectors):
                 new_sums.append(builder.call(fma, [left, rights[column], sums[row * num_vectors + column]]))
         next_term = builder.add(term, ir.Constant(_INDEX, 1))
@@ -281,7 +294,7 @@ def make_product_kernel(num_rows: int, num_vectors: int) -> Callable[..., None]:
             total.add_incoming(zero, before)
             total.add_incoming(new_sum, loop)
             totals.append(total)
-        targets = [_pointer(builder, at(c, c_row, row, 64 * column), _LANES) for row, column in block]
+        targets = [pointer_to(builder, at(c, c_row, row, 64 * column), _LANES) for row, column in block]
         with builder.if_else(is_added) as (then, otherwise):
             with then:
                 for target, total in zip(targets, totals, strict=True):
