@@ -5,7 +5,10 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ import undertow as ut
 from undertow.models import SMALL
 from undertow.ranks.ranks import join
 
+EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "several_workers.py")
 CASES = {
     "lenet5": {"clip_norm": 0.5},
     "resnet50": {},
@@ -94,6 +98,16 @@ def expected():
 )
 def test_bits_of_one_process(expected, num_shards, size):
     assert run_ranks(digests, size, num_shards) == [expected[num_shards]] * size
+
+
+def test_the_example_under_torchrun():
+    def run(size):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), EXAMPLE]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+    alone = subprocess.run([sys.executable, EXAMPLE], check=True, capture_output=True, text=True, timeout=120).stdout
+    assert alone.startswith("loss 0x")
+    assert run(2) == alone
 
 
 def make_step(mesh, num_shards=4, width=8, budget=None, num_examples=8):
