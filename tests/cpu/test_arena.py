@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import undertow as ut
 from undertow.ir import Plan
 from undertow.models import SMALL
-from undertow.runtime.arena import Arena
+from undertow.runtime.arena import Arena, ArenaMemory, Block
 
 
 @pytest.fixture
@@ -202,15 +203,15 @@ def test_a_second_run_meanwhile_gets_its_own():
     model, x, y = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, optimizer=optimizer)
-    arena = Arena(step.plan)
+    arena = Arena(step.plan, ArenaMemory())
     first, second = arena.take(), arena.take()
-    assert first[0].data_ptr() != second[0].data_ptr()
-    for memory in (first, second):
-        arena.give_back(memory)
-    assert arena.tensors == [second[0]]
-    places = [tensor.data_ptr() - second[0].data_ptr() for tensor in second[1]]
+    assert first.memory.data_ptr() != second.memory.data_ptr()
+    for block in (first, second):
+        arena.memory.give_back(block)
+    assert arena.memory.free == [second]
+    places = [tensor.data_ptr() - second.memory.data_ptr() for tensor in second.tensors[arena]]
     assert places == [step.plan.tables.offsets[step.plan.tables.storage[value]] for value in arena.values]
-    sizes = [tensor.untyped_storage().nbytes() for tensor in second[1]]
+    sizes = [tensor.untyped_storage().nbytes() for tensor in second.tensors[arena]]
     assert sizes == [value.type.num_bytes for value in arena.values]
 
 
@@ -292,3 +293,20 @@ def test_a_model_converted_to_another_layout(small_values_in_the_arena):
         other.step()
         assert same_bits(step(x, y), expected)
     assert all(map(same_bits, model.parameters(), twin.parameters()))
+
+
+def test_arenas_that_take_turns_share_their_memory():
+    """An arena takes memory that is a little too large, and not more than its budget leaves."""
+    model, x, y = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = ut.train_step(model, (x,), targets=(y,), loss=cross_entropy, optimizer=optimizer).plan
+    arena = Arena(plan, ArenaMemory())
+    for spare_bytes, is_shared in ((0, True), (arena.num_bytes // 32, True), (arena.num_bytes // 16, False)):
+        memory = Block(torch.empty(arena.num_bytes + spare_bytes, dtype=torch.uint8))
+        arena.memory.give_back(memory)
+        assert (arena.take() is memory) == is_shared
+    within = Arena(replace(plan, budget_bytes=plan.peak_bytes + 64), ArenaMemory())
+    for spare_bytes, is_shared in ((64, True), (128, False)):
+        memory = Block(torch.empty(within.num_bytes + spare_bytes, dtype=torch.uint8))
+        within.memory.give_back(memory)
+        assert (within.take() is memory) == is_shared

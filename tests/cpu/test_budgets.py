@@ -90,7 +90,7 @@ class Planned:
         reset(self.model, start)
         gc.collect()
         persistent = [*self.model.parameters(), *self.model.buffers(), *self.captured.constants.values(), *tensors]
-        persistent += runner.arena.tensors
+        persistent += [block.memory for block in runner.arena.memory.free]
         torch.manual_seed(5)
         peak_bytes = measure_call(act, persistent).peak_bytes
         results.clear()
