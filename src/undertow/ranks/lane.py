@@ -14,7 +14,7 @@ whoever waits for a transfer also asks `check`, which raises when the watch has 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class BrokenConnection(Exception):
         self.peer = peer
 
 
-Steps = Generator[Sequence[Message], None, None]
+Steps = Iterator[Sequence[Message]]
 
 
 @dataclass(eq=False)

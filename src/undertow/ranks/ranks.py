@@ -25,12 +25,14 @@ from undertow.errors import CallError, RankLost
 from undertow.ranks.lane import BrokenConnection, Lane, Transfer
 from undertow.ranks.mesh import Mesh
 from undertow.ranks.messages import Messages
+from undertow.ranks.reduction import gather
 from undertow.ranks.watch import Watch, first_line
 from undertow.torch_internals import default_store
 
 BOUND_S = 60.0  # a rank that does not move for so long is lost
 JOINING = timedelta(seconds=120)
 MAX_SENT_BYTES = 1 << 30  # of one package of bytes from another rank
+PACKAGE_TAGS = 1 << 20  # transfers of steps have smaller tags
 
 _JOINED: list[Ranks] = []
 
@@ -122,24 +124,14 @@ class Ranks:
                 pending += self.messages.send(tensor, other, tag, 0)
         else:
             pending += self.messages.receive(tensor, 0, tag, 0)
-        self.finish(self.lane.start("a package", iter_once(pending)))
+        self.finish(self.lane.start("a package", iter([pending])))
 
     def _gather(self, own: torch.Tensor, into: list[torch.Tensor]) -> None:
-        from undertow.ranks.reduction import gather
-
         self.finish(self.lane.start("a package", gather(self.messages, self._next_tag(), own, into)))
 
     def _next_tag(self) -> int:
         self._num_packages += 1
         return PACKAGE_TAGS + self._num_packages % 1024
-
-
-PACKAGE_TAGS = 1 << 20  # transfers of steps have smaller tags
-
-
-def iter_once(pending: list[Any]) -> Any:
-    """The steps of a transfer of one part."""
-    yield pending
 
 
 def join(mesh: Mesh, bound_s: float = BOUND_S) -> Ranks:
