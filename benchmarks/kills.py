@@ -66,8 +66,8 @@ def wait(process: int) -> int:
 
 def weights_of(folder: str) -> str:
     """The hash of a finished run's weights."""
+    from undertow.hashing import hash_tensors
     from undertow.train.folder import RunFolder
-    from undertow.train.weights import hash_tensors
 
     checkpoint = RunFolder(Path(folder)).read_checkpoint()
     assert checkpoint.progress.stopped == "finished"

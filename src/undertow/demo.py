@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import undertow as ut
 from undertow.data.opening import open_data
+from undertow.hashing import hash_tensors
 from undertow.models.vgg import VGG, convolution_blocks
 from undertow.report.refusal import print_refusal
 from undertow.runtime.measure import measure_call
@@ -30,7 +31,6 @@ from undertow.train.folder import RunFolder, new_folder
 from undertow.train.optimizing import make_optimizer
 from undertow.train.progress import Display, Silent, make_display
 from undertow.train.run import Run, TrainResult, UserCode
-from undertow.train.weights import hash_tensors
 from undertow.train.workload import Workload, make_workload
 
 SHAPE = (3, 16, 16)

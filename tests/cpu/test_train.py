@@ -19,6 +19,7 @@ from training_commands import PLAN, refuse, run, train, users_folder
 from undertow.api.training import TrainStep
 from undertow.cli.workloads import load_workload
 from undertow.data.opening import open_data
+from undertow.hashing import hash_tensors
 from undertow.train.config import TrainConfig
 from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
@@ -26,7 +27,6 @@ from undertow.train.interrupts import Interrupts
 from undertow.train.objective import Objective
 from undertow.train.optimizing import make_optimizer, set_learning_rates
 from undertow.train.schedules import make_schedule
-from undertow.train.weights import hash_tensors
 
 MODELS = """
 import torch

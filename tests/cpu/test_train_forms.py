@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training_commands import refuse, run, users_folder
 
 from undertow.errors import CallError, DataError
+from undertow.hashing import hash_tensors
 from undertow.train.averaging import Average
 from undertow.train.batches import Batch, make_empty, read_batch
 from undertow.train.config import TrainConfig
@@ -21,7 +22,6 @@ from undertow.train.initial_weights import freeze, load_initial
 from undertow.train.metrics import Judged, make_metrics
 from undertow.train.optimizing import find_optimizer, group_parameters, make_optimizer
 from undertow.train.schedules import make_schedule
-from undertow.train.weights import hash_tensors
 
 MODELS = """
 import torch

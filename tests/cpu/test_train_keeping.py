@@ -9,9 +9,9 @@ import torch
 from training_commands import refuse, run, users_folder
 
 from undertow.cli.workloads import load_workload
+from undertow.hashing import hash_tensors
 from undertow.train.config import TrainConfig
 from undertow.train.folder import RunFolder
-from undertow.train.weights import hash_tensors
 
 MODELS = """
 from torch import nn

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from undertow.cli import main
+from undertow.hashing import hash_tensors
 from undertow.train.batches import Batch
 from undertow.train.devices import Batches
 from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder
-from undertow.train.weights import hash_tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -27,14 +27,6 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def same(found, expected):
     """Equal bits, except that any NaN equals any other."""
     return torch.equal(found.nan_to_num(1e30), expected.nan_to_num(1e30)) and torch.equal(

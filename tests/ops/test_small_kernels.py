@@ -17,14 +17,6 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def signs(x):
     return torch.where(x >= 0, 1.0, -1.0)
 

@@ -12,9 +12,10 @@ import torch
 
 from undertow.durable import write_durably
 from undertow.errors import DataError, FolderError
+from undertow.hashing import DTYPES, hash_tensors
 from undertow.train.checkpoint import Checkpoint, Progress, load_checkpoint, save_checkpoint
 from undertow.train.events import EventWriter
-from undertow.train.weights import DTYPES, hash_tensors, read_tensors, write_tensors
+from undertow.train.weights import read_tensors, write_tensors
 
 
 def some_tensors():

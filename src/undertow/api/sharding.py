@@ -223,10 +223,10 @@ class ShardedStep(TrainStep):
         parts = divide_batch(args, kwargs, self.shards.tree.num_shards)
         sizes = shard_sizes(count_examples(args, kwargs), len(parts))
         self.shards.shares = tuple(1.0 if self.loss_is_sum else size / sum(sizes) for size in sizes)
-        num_bytes = sum(tensor.nbytes for _, tensor in tensors_in((args, kwargs)))
-        smallest = min(sum(tensor.nbytes for _, tensor in tensors_in(part)) for part in parts)
-        if num_bytes - smallest > self.shards.rest_bytes:
-            self.shards.rest_bytes = num_bytes - smallest
+        # The last shard is the smallest.
+        whole, part = (sum(tensor.nbytes for _, tensor in tensors_in(item)) for item in ((args, kwargs), parts[-1]))
+        if whole - part > self.shards.rest_bytes:
+            self.shards.rest_bytes = whole - part
             self.runner.forget()
             self.before.runner.forget()
         return parts

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from undertow.errors import PlanError, RankLost
+from undertow.hashing import hash_tensors
 from undertow.ir.cost import Cost, read_cost
 from undertow.ir.saving import SavedPlan, pack_plan, unpack_plan
 from undertow.ir.structure import structure_key
-from undertow.ranks.ranks import digest_of
 from undertow.version import __version__
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def describe_rank(step: ShardedStep, args: tuple[Any, ...], kwargs: dict[str, An
     """What has to be the same on all ranks."""
     terms = step.request.terms
     optimizer = step.optimizer
+    tensors = {**dict(step.model.named_parameters()), **dict(step.model.named_buffers())}
     groups = [] if optimizer is None else optimizer.state_dict()["param_groups"]
     return {
         "the version of PyTorch": torch.__version__,
@@ -41,14 +42,9 @@ def describe_rank(step: ShardedStep, args: tuple[Any, ...], kwargs: dict[str, An
         "the optimizer": None if optimizer is None else [type(optimizer).__name__, repr(groups)],
         "the shape of the batch": repr((structure_key(args), structure_key(kwargs))),
         "the model": type(step.model).__name__,
-        "the names and shapes of its tensors": [[name, list(tensor.shape)] for name, tensor in _tensors(step)],
-        "the weights": digest_of(lambda: _tensors(step)),
+        "the names and shapes of its tensors": [[name, list(tensor.shape)] for name, tensor in tensors.items()],
+        "the weights": hash_tensors(tensors),
     }
-
-
-def _tensors(step: ShardedStep) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from step.model.named_parameters()
-    yield from step.model.named_buffers()
 
 
 def share_plans(step: ShardedStep, parts: Sequence[Any]) -> None:

@@ -226,7 +226,8 @@ def export_command(
     is_json: JsonOption = False,
 ) -> int:
     """Write a trained model's best weights as plain safetensors."""
-    from undertow.train.weights import hash_tensors, write_tensors
+    from undertow.hashing import hash_tensors
+    from undertow.train.weights import write_tensors
 
     if Path(weights).suffix != ".safetensors":
         raise CallError(f"{weights}: weights are written as safetensors; give a name that ends in .safetensors")

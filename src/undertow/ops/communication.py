@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from undertow.hashing import as_bytes
 from undertow.ir.live import Live
 from undertow.ir.operation import Destination, Operation, register_operation
 from undertow.ops.clipping import in_memory_order
@@ -101,7 +102,7 @@ FINISH_REDUCTION = register_operation(
 
 def _start_records(link: Link, shards: Shards) -> tuple[Transfer, list[torch.Tensor]]:
     ranks, spans = link.ranks, link.division.spans
-    own = torch.cat([_as_bytes(item) for shard in shards.held.shards() for item in shards.records[shard]])
+    own = torch.cat([as_bytes(item) for shard in shards.held.shards() for item in shards.records[shard]])
     record_bytes = len(own) // len(shards.held)
     received = [torch.empty(len(span) * record_bytes, dtype=torch.uint8) for span in spans]
     return ranks.lane.start("records of shards", gather(ranks.messages, RECORDS_TAG, own, received)), received
@@ -121,10 +122,6 @@ def _finish_records(started: tuple[Transfer, list[torch.Tensor]], link: Link, sh
                     record.append(part.to(item.device))
                     first += item.nbytes
                 shards.records[shard] = tuple(record)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8)
 
 
 RECORDS_TAG = (1 << 20) - 1  # buckets have smaller tags

@@ -24,11 +24,13 @@ SHARDS = Live("shards")  # a Shards
 RECORDS_CHAIN = "records of shards"
 _ONE_BY_ONE = "sums over shards are kept from call to call"  # why a step is no CUDA graph
 
-
-_NOT_FROM_ALL = (
-    "parameter {name} has a gradient from some shards and none from others, because the model branches on values; such "
-    "a model cannot be trained in shards: let every shard use the parameter, or train without shards"
-)
+# What holds for all of these but the share of a loss.
+_FACTS: dict[str, Any] = {
+    "must_run": True,
+    "can_repeat": False,
+    "is_measurable": False,
+    "why_not_captured": lambda node: _ONE_BY_ONE,
+}
 
 
 @dataclass(eq=False)
@@ -62,12 +64,10 @@ class Shards:
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Add the current shard's gradient of a parameter to the sums that wait, or let it wait."""
         waiting = self.sums.setdefault(name, [])
-        spans = [span for span, _ in waiting]
-        if tuple(spans) != self.tree.blocks(Span(self.held.first, self.shard)):
-            raise CallError(_NOT_FROM_ALL.format(name=name))
-        for _ in range(push(self.tree, spans, Span(self.shard, self.shard + 1))):
+        num_joined, span = self._join(name, waiting)
+        for _ in range(num_joined):
             gradient = waiting.pop()[1].add_(gradient)
-        waiting.append((spans[-1], gradient))
+        waiting.append((span, gradient))
 
     def add_last(self, name: str, gradient: torch.Tensor) -> list[torch.Tensor]:
         """The sums over this rank's blocks of shards, once its last shard has a gradient; `gradient` is written over.
@@ -75,12 +75,20 @@ class Shards:
         The sum of the last block lies in the memory of `gradient`.
         """
         waiting = self.sums.pop(name, [])
-        spans = [span for span, _ in waiting]
-        if tuple(spans) != self.tree.blocks(Span(self.held.first, self.shard)):
-            raise CallError(_NOT_FROM_ALL.format(name=name))
-        for _ in range(push(self.tree, spans, Span(self.shard, self.shard + 1))):
+        for _ in range(self._join(name, waiting)[0]):
             gradient.add_(waiting.pop()[1])  # the same bits as the other way round
         return [*(tensor for _, tensor in waiting), gradient]
+
+    def _join(self, name: str, waiting: Sequence[tuple[Span, torch.Tensor]]) -> tuple[int, Span]:
+        """How many of the sums that wait the current shard is added to, and the span that it then belongs to."""
+        spans = [span for span, _ in waiting]
+        if tuple(spans) != self.tree.blocks(Span(self.held.first, self.shard)):
+            raise CallError(
+                f"parameter {name} has a gradient from some shards and none from others, because the model branches on "
+                f"values; such a model cannot be trained in shards: let every shard use the parameter, or train "
+                f"without shards"
+            )
+        return push(self.tree, spans, Span(self.shard, self.shard + 1)), spans[-1]
 
 
 def _share_of(loss: torch.Tensor, shards: Shards) -> torch.Tensor:
@@ -100,12 +108,9 @@ KEEP_RECORD = register_operation(
     Operation(
         "keep_record",
         _keep_record,
-        must_run=True,
         chains=lambda node: (RECORDS_CHAIN,),
-        can_repeat=False,
-        is_measurable=False,
         assumed_workspace=lambda node: 0,
-        why_not_captured=lambda node: _ONE_BY_ONE,
+        **_FACTS,
     )
 )
 
@@ -121,12 +126,9 @@ KEEP_GRADIENT = register_operation(
         _keep_gradient,
         releases_arguments=False,
         hands_over=3,
-        must_run=True,
         chains=lambda node: (gradient_chain(node.args[2]),),
-        can_repeat=False,
-        is_measurable=False,
         assumed_workspace=lambda node: 0,
-        why_not_captured=lambda node: _ONE_BY_ONE,
+        **_FACTS,
     )
 )
 
@@ -140,14 +142,10 @@ def _add_gradients_in_place(gradient: torch.Tensor, shards: Shards, name: str, p
     return shards.add_last(name, gradient)[-1]
 
 
-_ADDING: dict[str, Any] = {
-    "must_run": True,
+_ADDING = _FACTS | {
     "chains": lambda node: (gradient_chain(node.args[3]),),
-    "can_repeat": False,
-    "is_measurable": False,
     "assumed_workspace": lambda node: 0,
     "releases_arguments": False,
-    "why_not_captured": lambda node: _ONE_BY_ONE,
 }
 
 # (gradient, shards, name, parameter) -> the sum over this rank's shards, in the memory of the gradient.
@@ -223,11 +221,8 @@ USE_RECORDS = register_operation(
         "use_records",
         _use_records,
         writes=lambda node: node.args[2:],
-        must_run=True,
         chains=lambda node: (RECORDS_CHAIN,),
-        can_repeat=False,
-        is_measurable=False,
         assumed_workspace=_workspace_of_records,
-        why_not_captured=lambda node: _ONE_BY_ONE,
+        **_FACTS,
     )
 )

@@ -44,10 +44,6 @@ class ShardPart:
     is_last: bool
     link: Link | None = None  # to the other ranks
 
-    def take_out_buffers(self, program: Program) -> Program:
-        """The forward pass without updates of buffers; see below."""
-        return take_out_buffers(program)
-
     def add_up_gradients(self, program: Program) -> Program:
         """The Program whose gradients are sums over all shards, with the records of all shards at its end."""
         program, blocks = add_up_gradients(program, len(self.shards.tree.blocks(self.shards.held)))

@@ -31,7 +31,7 @@ from undertow.ops.updates import (
     step_afterwards,
     update_by,
 )
-from undertow.passes.shards import SHARE_SEED, ShardPart, keep_use
+from undertow.passes.shards import SHARE_SEED, ShardPart, keep_use, take_out_buffers
 from undertow.passes.updates import AtEnd, Use, add_updates
 from undertow.torch_internals import global_step_post_hooks, global_step_pre_hooks
 
@@ -94,7 +94,7 @@ class Training:
 
     def before_differentiating(self, program: Program) -> Program:
         """The forward pass as it is differentiated."""
-        return program if self.shards is None else self.shards.take_out_buffers(program)
+        return program if self.shards is None else take_out_buffers(program)
 
     def add_to(self, program: Program) -> Program:
         """The Program with what is done with its gradients."""

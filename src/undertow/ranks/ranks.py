@@ -8,11 +8,10 @@ reached: on one machine that is the loopback.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -170,15 +169,6 @@ def _own_address(master: str) -> str:
         except OSError as error:
             raise CallError(f"MASTER_ADDR is {master}, which cannot be reached: {error.strerror}") from None
         return str(probe.getsockname()[0])
-
-
-def digest_of(tensors: Callable[[], Any]) -> str:
-    """A hash of tensors with their names, to be compared between ranks."""
-    found = hashlib.blake2b(digest_size=16)
-    for name, tensor in tensors():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
 
 
 def _show(value: Any) -> str:

@@ -15,7 +15,6 @@ import json
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
@@ -24,7 +23,7 @@ from undertow.errors import RankLost
 BEAT_S = 1.0
 REPORTED_WITHIN_S = 3.0  # a rank that ends by itself says so first; this is time enough for others to read it
 OVER = "over"  # instead of a number, by a rank that is done
-MAX_REPORT = 2000  # characters of a report that are read
+MAX_TEXT = 500  # characters of what a rank says
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Watch:
     def _report(self, report: Report) -> None:
         """The first report of all ranks is everybody's."""
         try:
-            text = json.dumps([report.rank, report.doing, report.cause])[:MAX_REPORT]
+            text = json.dumps([report.rank, report.doing[:MAX_TEXT], report.cause[:MAX_TEXT]])
             self._lost = _read_report(self._store.compare_set("lost", "", text))
         except RuntimeError:
             self._lost = self._lost or report
@@ -140,13 +139,12 @@ def _read_beat(text: str) -> tuple[str, str]:
         number, doing = json.loads(text)
     except ValueError:
         return text, ""
-    return str(number), str(doing)[:MAX_REPORT]
+    return str(number), str(doing)[:MAX_TEXT]
 
 
 def _read_report(data: bytes) -> Report:
-    found: Any = json.loads(data.decode(errors="replace")[:MAX_REPORT])
-    rank, doing, cause = found
-    return Report(int(rank), str(doing), str(cause))
+    rank, doing, cause = json.loads(data.decode(errors="replace"))
+    return Report(int(rank), str(doing)[:MAX_TEXT], str(cause)[:MAX_TEXT])
 
 
 def first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from undertow.coding.entries import DTYPES
 from undertow.errors import CallError, DataError, NotFinite
+from undertow.hashing import hash_tensors
 from undertow.kernels.compiler import HAS_NUMBA
 from undertow.shrink.compressed import Compressed, make_objective
 from undertow.shrink.retraining import Stopped, Trainer
@@ -31,7 +32,6 @@ from undertow.train.evaluation import Evaluation, Evaluator, evaluating
 from undertow.train.feeding import Feed
 from undertow.train.interrupts import INTERRUPTED, Interrupts
 from undertow.train.objective import Objective
-from undertow.train.weights import hash_tensors
 
 
 @dataclass(frozen=True)

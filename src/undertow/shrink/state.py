@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from undertow.errors import CallError, DataError
-from undertow.train.weights import hash_tensors, read_tensors, write_tensors
+from undertow.hashing import hash_tensors
+from undertow.train.weights import read_tensors, write_tensors
 
 FORMAT = "undertow shrinking 1"
 PRUNE, SHARE, DONE = "prune", "share", "done"

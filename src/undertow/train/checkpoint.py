@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from undertow.errors import DataError
+from undertow.hashing import hash_tensors
 from undertow.train.devices import device_states, set_device_states
-from undertow.train.weights import hash_tensors, read_tensors, write_tensors
+from undertow.train.weights import read_tensors, write_tensors
 
 FORMAT = "undertow checkpoint 1"
 NUM_AVERAGED = "num_averaged"  # how many updates an average of weights has taken in

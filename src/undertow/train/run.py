@@ -23,6 +23,7 @@ from undertow.api.budgets import parse_budget
 from undertow.api.reports import process_peak_bytes
 from undertow.api.training import TrainStep, train_step
 from undertow.errors import CallError, DataError, UndertowError
+from undertow.hashing import hash_tensors
 from undertow.ir import format_bytes
 from undertow.report.columns import wrap
 from undertow.runtime.measure import measure_call
@@ -46,7 +47,6 @@ from undertow.train.optimizing import make_optimizer, set_learning_rates
 from undertow.train.progress import Display, StepView
 from undertow.train.records import Records
 from undertow.train.schedules import make_schedule
-from undertow.train.weights import hash_tensors
 from undertow.train.workload import Workload, check_same_data, check_workload
 
 CALLED_OFF = "ended by a callback"

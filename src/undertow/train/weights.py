@@ -6,7 +6,6 @@ header has been compared with the file. Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from collections.abc import Mapping
@@ -19,36 +18,11 @@ from safetensors import SafetensorError, safe_open
 from undertow.data.sizes import file_bytes
 from undertow.durable import write_durably
 from undertow.errors import DataError
+from undertow.hashing import DTYPES, tensor_bytes
 
 MAX_HEADER_BYTES = 100_000_000  # as in the library itself
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 PICKLE_STARTS = {b"PK\x03\x04": "a zip archive as torch.save writes it, with a pickle inside", b"\x80": "a pickle"}
-
-
-def tensor_bytes(tensor: torch.Tensor) -> Any:
-    """The elements in order, as a buffer that can be written or hashed."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The sha256 of names, types, shapes and elements, in the order of the names."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {DTYPES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}\n".encode())
-        digest.update(tensor_bytes(tensor))
-    return digest.hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
