@@ -13,9 +13,10 @@ from torch import Tensor
 from undertow.kernels import bits
 from undertow.kernels.convolution import ALGORITHMS, Algorithm, ConvolutionShape, Pass, PreparedAlgorithm
 from undertow.kernels.convolution.algorithm import UNIT_ROUNDOFF, accumulated_error
+from undertow.kernels.convolution.shape import Pair
 
 BY_NAME = {algorithm.name: algorithm for algorithm in ALGORITHMS}
-PLAIN, DIRECT, IM2COL, BLOCKED, SMALL_WINOGRAD, WINOGRAD, FOURIER, POINTWISE = BY_NAME.values()
+PLAIN, DIRECT, IM2COL, BLOCKED, SMALL_WINOGRAD, WINOGRAD, FOURIER, POINTWISE, GROUPED = BY_NAME.values()
 CANARY = 171
 KINDS = ("normal", "wide range", "same sign", "alternating")
 
@@ -189,11 +190,40 @@ def test_blocks_of_tiles_and_panels_of_channels(algorithm: Algorithm, channels: 
 
 
 @several_threads
+@pytest.mark.parametrize(
+    ("groups", "per_group", "kernel", "stride", "padding", "dilation"),
+    [
+        (16, (1, 1), (3, 3), (1, 1), (1, 1), (1, 1)),
+        (37, (1, 1), (5, 5), (2, 2), (2, 2), (1, 1)),  # the last vector is not full
+        (3, (1, 1), (7, 7), (1, 1), (3, 3), (1, 1)),
+        (20, (1, 1), (3, 4), (3, 2), (0, 2), (2, 3)),
+        (5, (1, 3), (3, 3), (1, 1), (1, 1), (1, 1)),
+        (9, (2, 2), (3, 3), (2, 1), (1, 1), (1, 1)),
+        (6, (4, 4), (3, 3), (1, 1), (0, 2), (2, 3)),
+        (5, (8, 8), (3, 3), (2, 2), (1, 1), (1, 1)),
+        (2, (16, 16), (3, 3), (1, 1), (1, 1), (1, 1)),
+        (3, (24, 40), (3, 3), (2, 2), (1, 1), (1, 1)),
+        (2, (5, 7), (3, 2), (3, 2), (1, 0), (1, 3)),
+        (1, (3, 40), (7, 7), (2, 2), (3, 3), (1, 1)),
+    ],
+)
+def test_groups_of_few_channels(
+    groups: int, per_group: Pair, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
+) -> None:
+    channels = groups * per_group[0], groups * per_group[1]
+    for size in ((9, 11), (20, 26)):
+        shape = ConvolutionShape(2, *channels, size, kernel, stride, padding, dilation, groups)
+        if min(shape.out_size) > 0:
+            check_all_passes(GROUPED, shape)
+            check_all_passes(GROUPED, shape, "wide range", has_relu=True)
+
+
+@several_threads
 def test_same_bits_every_time_and_thread_counts_unchanged(num_threads: int) -> None:
     shape = ConvolutionShape(2, 32, 48, (30, 30), (3, 3), padding=(1, 1))
     x = torch.randn(shape.x_shape).contiguous(memory_format=torch.channels_last)
     weight = torch.randn(shape.weight_shape)
-    for algorithm in (PLAIN, IM2COL, BLOCKED, SMALL_WINOGRAD, WINOGRAD):
+    for algorithm in (PLAIN, IM2COL, BLOCKED, SMALL_WINOGRAD, WINOGRAD, GROUPED):
         outs = [torch.empty(shape.out_shape, memory_format=torch.channels_last) for _ in range(2)]
         for out in outs:
             algorithm.forward(shape, x, weight, out, algorithm.new_workspace(shape, Pass.FORWARD))
@@ -225,12 +255,13 @@ def test_nan_passes_relu_and_its_mask_as_in_pytorch() -> None:
         (FOURIER, {"groups": 2}, "the channels are in 2 groups, not in one"),
         (DIRECT, {"padding": (1, 3)}, "padding (1, 3) reaches beyond the kernel"),
         (POINTWISE, {}, "the kernel is 3 x 3, not 1 x 1"),
+        (GROUPED, {"in_channels": 80}, "a group has 80 input and 6 output channels; at most 64 each"),
         (POINTWISE, {"kernel": (1, 1), "padding": (1, 1)}, "the padding is (1, 1), not 0"),
     ],
 )
 def test_refusals_name_the_reason(algorithm: Algorithm, changes: dict[str, tuple[int, int]], reason: str) -> None:
-    arguments = {"in_size": (9, 9), "kernel": (3, 3)} | changes
-    refusal = algorithm.refusal(ConvolutionShape(2, 4, 6, **arguments))
+    arguments = {"batch": 2, "in_channels": 4, "out_channels": 6, "in_size": (9, 9), "kernel": (3, 3)} | changes
+    refusal = algorithm.refusal(ConvolutionShape(**arguments))
     assert refusal is not None and reason in refusal
 
 

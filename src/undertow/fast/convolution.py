@@ -409,4 +409,6 @@ def _is_worth_timing(name: str, shape: ConvolutionShape) -> bool:
         return shape.num_taps >= 25
     if name == "winograd F(2x2,3x3)":  # 1.8 times the multiplications of F(4x4), less waste at the border
         return min(shape.out_size) < 8
+    if name == "grouped":  # one group of many channels is a product
+        return shape.groups > 1 or shape.in_channels <= 4
     return True

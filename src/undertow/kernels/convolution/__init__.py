@@ -15,6 +15,7 @@ ALGORITHMS: tuple[Algorithm, ...] = ()
 if HAS_NUMBA:
     from undertow.kernels.convolution.direct import Direct
     from undertow.kernels.convolution.fourier import Fourier
+    from undertow.kernels.convolution.grouped import Grouped
     from undertow.kernels.convolution.im2col import Im2col
     from undertow.kernels.convolution.patches import BlockedIm2col, Pointwise
     from undertow.kernels.convolution.plain import Plain
@@ -29,6 +30,7 @@ if HAS_NUMBA:
         Winograd(4),
         Fourier(),
         Pointwise(),
+        Grouped(),
     )
 
 __all__ = ["ALGORITHMS", "Algorithm", "ConvolutionShape", "Pass", "PreparedAlgorithm", "shape_from", "shape_of"]

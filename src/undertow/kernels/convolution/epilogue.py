@@ -13,6 +13,7 @@ from torch import Tensor
 
 from undertow.kernels.bits import pack_signs_into
 from undertow.kernels.compiler import cached_njit
+from undertow.kernels.convolution.algorithm import Workspace
 from undertow.kernels.convolution.winograd_tiles import NO_GATE, PACKED_GATE, VALUE_GATE, gate_bits, tail_bits
 from undertow.kernels.threads import run_parallel
 from undertow.kernels.vectors import (
@@ -117,3 +118,13 @@ def mask_cotangent(
     )  # fmt: skip
     if ct_bias is not None:
         torch.sum(sums, dim=0, out=ct_bias)
+
+
+def masked_cotangent(ct: Tensor, mask: Tensor | None, ct_bias: Tensor | None, pieces: Workspace) -> Tensor:
+    """The masked ct, in the workspace if there is a mask; its sum over the pixels is written to `ct_bias`."""
+    if mask is None and ct_bias is None:
+        return ct
+    sums = pieces.take_floats(torch.get_num_threads(), ct.shape[1])
+    masked = None if mask is None else pieces.take_floats(ct.numel()).as_strided(ct.shape, ct.stride())
+    mask_cotangent(ct, mask, masked, ct_bias, sums)
+    return ct if masked is None else masked

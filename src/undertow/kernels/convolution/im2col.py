@@ -16,7 +16,7 @@ from torch import Tensor
 
 from undertow.kernels.compiler import cached_njit
 from undertow.kernels.convolution.algorithm import Algorithm, Pass, Workspace, align, direct_error_bound
-from undertow.kernels.convolution.epilogue import finish_output, mask_cotangent
+from undertow.kernels.convolution.epilogue import finish_output, masked_cotangent
 from undertow.kernels.convolution.patch_loops import gather_patches
 from undertow.kernels.convolution.shape import ConvolutionShape
 from undertow.kernels.convolution.winograd_tiles import tail_bits
@@ -106,7 +106,7 @@ class Im2col(Algorithm):
     ) -> None:  # fmt: skip
         pieces = Workspace(workspace)
         patches, matrices = self._take_patches(shape, pieces), self._take_matrices(shape, weight, pieces)
-        ct = _masked(ct, mask, None, pieces)
+        ct = masked_cotangent(ct, mask, None, pieces)
         num_in = shape.in_channels // shape.groups
         for group, columns in enumerate(_columns(shape, ct)):
             torch.mm(columns, matrices[group], out=patches)
@@ -122,7 +122,7 @@ class Im2col(Algorithm):
     ) -> None:  # fmt: skip
         pieces = Workspace(workspace)
         patches, matrices = self._take_patches(shape, pieces), pieces.take_floats(*_matrices_size(shape))
-        ct = _masked(ct, mask, ct_bias, pieces)
+        ct = masked_cotangent(ct, mask, ct_bias, pieces)
         for group, columns in enumerate(_columns(shape, ct)):
             self._gather(shape, x, group, patches)
             torch.mm(columns.t(), patches, out=matrices[group])
@@ -158,12 +158,3 @@ def _columns(shape: ConvolutionShape, out: Tensor) -> list[Tensor]:
     """The output's pixels as rows, one matrix of columns for each group."""
     rows = out.as_strided((shape.num_out_pixels, shape.out_channels), (shape.out_channels, 1))
     return list(rows.chunk(shape.groups, dim=1))
-
-
-def _masked(ct: Tensor, mask: Tensor | None, ct_bias: Tensor | None, pieces: Workspace) -> Tensor:
-    if mask is None and ct_bias is None:
-        return ct
-    sums = pieces.take_floats(torch.get_num_threads(), ct.shape[1])
-    masked = None if mask is None else pieces.take_floats(ct.numel()).as_strided(ct.shape, ct.stride())
-    mask_cotangent(ct, mask, masked, ct_bias, sums)
-    return ct if masked is None else masked
