@@ -1,10 +1,8 @@
 """Shards over ranks: the bits of one process on any number of ranks, and errors that name the rank."""
 
 import hashlib
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import run_ranks, start_ranks
 from torch import nn
 from torch.nn import functional
 
 import undertow as ut
+from undertow.api import shared_plans
 from undertow.models import SMALL
 from undertow.ranks.ranks import join
 
@@ -27,8 +27,6 @@ CASES = {
     "gpt": {"accumulate": 2},
     "lstm": {"seed": 5},
 }
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "undertow", "undertow.models", "undertow.api.sharding"])
 
 
 def digests(parallel, num_shards):
@@ -51,39 +49,6 @@ def digests(parallel, num_shards):
             digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
         found[name] = digest.hexdigest()
     return found
-
-
-def run_rank(function, rank, size, port, results, arguments):
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    try:
-        results.put((rank, function(ut.Mesh(data=size), *arguments)))
-    except Exception as error:  # also what is no UndertowError: the test then shows it
-        results.put((rank, f"{type(error).__name__}: {error}"))
-
-
-def start_ranks(function, size, *arguments):
-    """Processes that run `function(mesh, *arguments)`, and the queue of their results."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = CONTEXT.Queue()
-    processes = [
-        CONTEXT.Process(target=run_rank, args=(function, rank, size, port, results, arguments)) for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    return processes, results
-
-
-def run_ranks(function, size, *arguments):
-    """What `function` returns or raises on each rank."""
-    processes, results = start_ranks(function, size, *arguments)
-    found = dict(results.get(timeout=300) for _ in processes)
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    return [found[rank] for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +78,8 @@ def test_the_example_under_torchrun():
     assert run(2) == alone
 
 
-def make_step(mesh, num_shards=4, width=8, budget=None, num_examples=8):
-    torch.manual_seed(0)
+def make_step(mesh, num_shards=4, width=8, budget=None, num_examples=8, seed=0):
+    torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(num_examples, 6), torch.randint(3, (num_examples,))
@@ -123,12 +88,44 @@ def make_step(mesh, num_shards=4, width=8, budget=None, num_examples=8):
     return step, x, y
 
 
+def train_with_weights(mesh, weights):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(10, 6), torch.randint(3, (10,))
+    settings = {"loss": functional.cross_entropy, "optimizer": optimizer, "shards": 8}
+    step = ut.train_step(model, (x,), targets=(y,), parallel=mesh, weights=weights, **settings)
+    losses = [float(step(x, y)) for _ in range(3)]
+    return str(step.shards.held), losses, [item.tolist() for item in model.parameters()]
+
+
+def test_a_faster_rank_takes_more_shards():
+    torch.set_num_threads(1)
+    _, *expected = train_with_weights(None, None)
+    found = run_ranks(train_with_weights, 3, (2, 1, 1))
+    assert [held for held, *_ in found] == ["0 to 3", "4 to 5", "6 to 7"]
+    assert [rest for _, *rest in found] == [expected] * 3
+
+
+def differ_in_weights(mesh):
+    train_with_weights(mesh, (1, 1 + int(os.environ["RANK"])))
+
+
 def differ_in_width(mesh):
     make_step(mesh, width=8 + int(os.environ["RANK"]))
 
 
 def differ_in_shards(mesh):
     make_step(mesh, num_shards=4 + int(os.environ["RANK"]))
+
+
+def differ_in_values(mesh):
+    make_step(mesh, seed=int(os.environ["RANK"]))
+
+
+def differ_in_version(mesh):
+    shared_plans.__version__ = f"0.{os.environ['RANK']}"
+    make_step(mesh)
 
 
 def ask_for_too_little(mesh):
@@ -147,7 +144,10 @@ def give_another_mesh(mesh):
     ("function", "words"),
     [
         (differ_in_width, "the ranks differ in the names and shapes of its tensors"),
+        (differ_in_values, "the ranks differ in the weights: rank 0 has"),
+        (differ_in_version, 'the ranks differ in the version of Undertow: rank 0 has "0.0", rank 1 has "0.1"'),
         (differ_in_shards, "the ranks differ in the number of shards: rank 0 has 4, rank 1 has 5"),
+        (differ_in_weights, "the ranks differ in the shards of each rank"),
         (ask_for_too_little, "cannot be met"),
         (ask_for_few_shards, "1 shards cannot be divided over 2 ranks"),
         (give_another_mesh, "the mesh data=3 has 3 ranks, and 2 processes were started"),

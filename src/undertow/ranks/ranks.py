@@ -11,56 +11,118 @@ import atexit
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from undertow.errors import CallError, RankLost
-from undertow.ranks.lane import BrokenConnection, Lane, Transfer
+from undertow.ranks.carriers import Carrier, HostCarrier, MakeSteps, StagedCarrier
+from undertow.ranks.lane import LOOK_AROUND_S, Lane, Steps, Transfer
+from undertow.ranks.link_speed import measure_link
 from undertow.ranks.mesh import Mesh
-from undertow.ranks.messages import Messages
+from undertow.ranks.messages import BrokenConnection, GlooMessages
+from undertow.ranks.reading import Reading
 from undertow.ranks.reduction import gather
-from undertow.ranks.watch import Watch, first_line
+from undertow.ranks.started import NAMESPACE, is_launched, is_rank
+from undertow.ranks.watch import Report, Reports, Watch, first_line
 from undertow.torch_internals import default_store
 
 BOUND_S = 60.0  # a rank that does not move for so long is lost
 JOINING = timedelta(seconds=120)
+LEAVING_S = 5.0  # for the others to hear that this rank leaves; a rank that is gone never does
 MAX_SENT_BYTES = 1 << 30  # of one package of bytes from another rank
 PACKAGE_TAGS = 1 << 20  # transfers of steps have smaller tags
 
 _JOINED: list[Ranks] = []
 
 
+class Late(Protocol):
+    """Something that a step may have left on its way."""
+
+    def settle(self) -> None:
+        """Wait for it."""
+
+
 class Ranks:
     """This process among the others."""
 
     def __init__(self, store: Store, rank: int, size: int, address: str, bound_s: float = BOUND_S) -> None:
-        self.rank, self.size = rank, size
-        self._store = PrefixStore("undertow", store)
+        self.rank, self.size, self.address = rank, size, address
+        self._store = PrefixStore(NAMESPACE, store)
+        _wait_for_all(self._store, rank, size)
         self.watch = Watch(self._store, rank, size, bound_s)
         self.watch.start()
-        self.messages = Messages(self._store, rank, size, address)
+        self.messages = GlooMessages(self._store, rank, size, address)
         self.lane = Lane(self.watch.check)
+        self.reading = Reading(self.messages, self.watch.report_own)
+        self._carriers: dict[torch.device, Carrier] = {torch.device("cpu"): HostCarrier(self.messages)}
+        self.late: Late | None = None  # of the step that ran last
         self._num_packages = 0
+        self._link_times: dict[torch.device, dict[int, int]] = {}
 
     @contextmanager
     def reporting(self, doing: str) -> Iterator[None]:
         """What goes wrong inside is told to the other ranks, which then end as well."""
-        self.watch.doing = doing
+        before, self.watch.doing = self.watch.doing, doing
         try:
             yield
         except RankLost:
             raise
         except BaseException as error:
-            self.watch.report_own(f"failed with {type(error).__name__}: {first_line(error)}")
+            self.watch.report_own(error)
             raise
+        self.watch.doing = before
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Say to the other ranks what is done inside, where that takes long: at once, and at the end again."""
+        before = self.watch.doing
+        self.watch.say(what)
+        yield
+        self.watch.say(before)
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Inside, this rank may stand still as long as it beats: planning waits for processes that measure."""
+        self.watch.num_patient += 1
+        try:
+            yield
         finally:
-            self.watch.doing = ""
+            self.watch.num_patient -= 1
+
+    def link_times(self, device: torch.device) -> dict[int, int]:
+        """Nanoseconds that a transfer occupies the link, by bytes; measured once in a job, by all ranks together."""
+        if device not in self._link_times:
+            self._link_times[device] = measure_link(self, device)
+        return self._link_times[device]
+
+    def use_device(self, device: torch.device) -> None:
+        """Make ready to carry tensors of this device. All ranks call it, with devices of one kind."""
+        if device not in self._carriers:
+            own = json.dumps([socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)])
+            is_alone = len(set(self.gather_texts(own))) == self.size
+            if is_alone and distributed.is_nccl_available():
+                from undertow.ranks.nccl import NcclCarrier
+
+                self._carriers[device] = NcclCarrier(self._store, self.rank, self.size, device)
+            else:
+                self._carriers[device] = StagedCarrier(self.messages, device)
+
+    def start(
+        self,
+        about: str,
+        make: MakeSteps,
+        device: torch.device,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> Transfer:
+        """Start a transfer of tensors of a device: `reads` and `writes` are all that it is given."""
+        return self.lane.start(about, self._carriers[device].carry(make, reads, writes))
 
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer; raises RankLost."""
@@ -81,6 +143,12 @@ class Ranks:
         self._pass_on(content)
         return content.numpy().tobytes()
 
+    def send_number(self, number: int) -> int:
+        """The number that rank 0 gives, on every rank; those of the others count for nothing."""
+        message = torch.tensor([number])
+        self._pass_on(message)
+        return int(message)
+
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raise CallError on every rank if they do not know the same facts; the message says who differs in what."""
         found = self.gather_texts(json.dumps(facts, sort_keys=True))
@@ -99,16 +167,25 @@ class Ranks:
         """A text of every rank, in the order of the ranks."""
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._gather(torch.tensor([len(data)]), sizes)
+        self.gather(torch.tensor([len(data)]), sizes)
         if max(map(int, sizes)) > MAX_SENT_BYTES or min(map(int, sizes)) < 0:
             raise CallError("a rank wants to send more than is taken")
         texts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
-        self._gather(data, texts)
+        self.gather(data, texts)
         return [item.numpy().tobytes().decode(errors="replace") for item in texts]
+
+    def gather(self, own: torch.Tensor, into: list[torch.Tensor]) -> None:
+        """A flat tensor of every rank, into tensors of the right sizes."""
+        self.finish(self.lane.start("a package", gather(self.messages, self._next_tag(), own, into)))
 
     def close(self) -> None:
         """Leave the job; whoever has left is not missed."""
-        self.lane.close()
+        self.lane.settle()
+        self.reading.close(LEAVING_S)
+        for carrier in self._carriers.values():
+            carrier.close()
+        self.messages.close(LOOK_AROUND_S)
+        self.lane.close(LOOK_AROUND_S)
         self.watch.stop()
         if self in _JOINED:
             _JOINED.remove(self)
@@ -116,17 +193,15 @@ class Ranks:
 
     def _pass_on(self, tensor: torch.Tensor) -> None:
         """Rank 0's tensor, to all."""
-        pending = []
         tag = self._next_tag()
-        if self.rank == 0:
-            for other in range(1, self.size):
-                pending += self.messages.send(tensor, other, tag, 0)
-        else:
-            pending += self.messages.receive(tensor, 0, tag, 0)
-        self.finish(self.lane.start("a package", iter([pending])))
 
-    def _gather(self, own: torch.Tensor, into: list[torch.Tensor]) -> None:
-        self.finish(self.lane.start("a package", gather(self.messages, self._next_tag(), own, into)))
+        def pass_on() -> Steps:
+            if self.rank:
+                yield self.messages.receive(tensor, 0, tag, 0)
+            else:
+                yield [item for other in range(1, self.size) for item in self.messages.send(tensor, other, tag, 0)]
+
+        self.finish(self.lane.start("a package", pass_on()))
 
     def _next_tag(self) -> int:
         self._num_packages += 1
@@ -152,13 +227,40 @@ def join(mesh: Mesh, bound_s: float = BOUND_S) -> Ranks:
 def _join(bound_s: float) -> Ranks:
     if distributed.is_initialized():
         store, rank, size = default_store(), distributed.get_rank(), distributed.get_world_size()
-    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        store, rank, size = next(distributed.rendezvous("env://", timeout=JOINING))
+    elif is_rank():
+        rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        store = _connect(rank)
     else:
         raise CallError(
             "parallel= needs several processes: start them with torchrun, or with undertow train --parallel"
         )
     return Ranks(store, rank, size, _own_address(os.environ.get("MASTER_ADDR", "127.0.0.1")), bound_s)
+
+
+def _connect(rank: int) -> Store:
+    """The store that the launcher has, or torchrun, or rank 0 if neither has started it."""
+    try:
+        if is_launched():
+            return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, JOINING)
+        return next(distributed.rendezvous("env://", timeout=JOINING))[0]
+    except (RuntimeError, ValueError, KeyError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise CallError(
+            f"rank {rank} cannot join the others by MASTER_ADDR and MASTER_PORT, {where}: {first_line(error)}"
+        ) from None
+
+
+def _wait_for_all(store: Store, rank: int, size: int) -> None:
+    """Wait until every rank is here; raises RankLost that names one that did not come."""
+    keys = [f"here {other}" for other in range(size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, JOINING)
+    except RuntimeError:
+        missing = next(other for other, key in enumerate(keys) if not store.check([key]))
+        cause = f"did not come within {JOINING.total_seconds():.0f} s, and {size} ranks were to be started"
+        report = Reports(store).add(Report(missing, "", cause))
+        raise RankLost(str(report), missing) from None
 
 
 def _own_address(master: str) -> str:
