@@ -153,6 +153,8 @@ class Gate:
             self._wait({"examples_per_s": self.batch * NUM_TIMED / seconds, "peak_mib": _peak_bytes() / 2**20})
 
     def _wait(self, message: dict[str, Any]) -> None:
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()  # the others need the memory; it is taken again in the steps that are not timed
         print("RESULT " + json.dumps(message), file=sys.__stdout__, flush=True)  # commands have a stdout of their own
         if not sys.stdin.readline().strip():
             os._exit(0)  # the workers notice, and end

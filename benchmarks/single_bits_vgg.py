@@ -1,8 +1,8 @@
 """A VGG of 14 M parameters on CIFAR-10 in floats and in single bits: test accuracy, seconds, bytes of the file.
 
-DATA is a folder as `cifar10.py` reads it. Each network is trained by `ut.train_step`, with crops and flips made on the
-device, for a few minutes on a GPU; the last weights are tested, once. Then the binary one is run from its file by
-packed bits on the CPU, and compared with its float evaluation there. Figures are written whenever a network is done.
+DATA is a folder of CIFAR-10 (see `docs/data.md`). Each network is trained by `ut.train_step`, with crops and flips made
+on the device, for a few minutes on a GPU; the last weights are tested, once. Then the binary one is run from its file
+by packed bits on the CPU, and compared with its float evaluation there. Figures are written whenever a network is done.
 
 Usage: scripts/bench single_bits_vgg DATA [--seeds N] [--epochs N] [--kinds float,binary] [--out F]
 """
@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from binary_networks import accuracy, vgg
-from cifar10 import read
 from machine import describe_machine
 from torch.nn import functional
 
 import undertow as ut
 from undertow.coding.small_file import open_small_file, write_small_file
+from undertow.data.cifar import open_cifar_folder
 from undertow.small.quantising import code_model
 from undertow.small.running import run_small
 
@@ -44,6 +44,12 @@ def make_optimizer(model: torch.nn.Module, is_binary: bool, device: str) -> tupl
         capturable = {"capturable": True} if fused else {}
         return torch.optim.Adam(model.parameters(), held, **fused, **capturable), rate
     return torch.optim.SGD(model.parameters(), held, 0.9, weight_decay=5e-4, nesterov=True, **fused), rate
+
+
+def read_cifar10(folder: Path) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Training and test images, uint8 [count, 3, 32, 32], with their labels."""
+    source: Any = open_cifar_folder(folder, None)
+    return (source.train.inputs, source.train.targets), (source.test.inputs, source.test.targets)
 
 
 def augment(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -131,7 +137,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/single_bits_vgg.json"))
     options = parser.parse_args()
-    (images, labels), (test, test_labels) = read(options.data)
+    (images, labels), (test, test_labels) = read_cifar10(options.data)
     images, labels = images[: options.examples].float() / 255, labels[: options.examples]
     mean, deviation = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
     data = {"train": (images - mean) / deviation, "train_labels": labels}

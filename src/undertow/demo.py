@@ -30,7 +30,8 @@ from undertow.train.feeding import Feed
 from undertow.train.folder import RunFolder, new_folder
 from undertow.train.optimizing import make_optimizer
 from undertow.train.progress import Display, Silent, make_display
-from undertow.train.run import Run, TrainResult, UserCode
+from undertow.train.result import TrainResult
+from undertow.train.run import Run, UserCode
 from undertow.train.workload import Workload, make_workload
 
 SHAPE = (3, 16, 16)

@@ -141,6 +141,15 @@ def derive(
 
     `is_holding`: an evaluation holds prepared weights from call to call.
     """
+    program = derive_gradients(request, program, pattern, preference=preference)
+    program = part_gradients(program) if request.training is None else request.training.add_to(program, request.terms)
+    return hold_prepared(program) if is_holding else program
+
+
+def derive_gradients(
+    request: Request, program: Program, pattern: Pattern, *, preference: Preference = Preference.TIME
+) -> Program:
+    """The forward pass and its derivative, before anything is done with the gradients."""
     terms = request.terms
     is_fast, is_on_gpu = terms.numerics is not Numerics.EXACT, _is_on_gpu(program)
     places = differentiable_outputs(program)
@@ -155,7 +164,7 @@ def derive(
         outputs = [program.outputs[place] for place, is_wanted in zip(places, pattern, strict=True) if is_wanted]
         inputs = [item.value for item in program.inputs if item.value in program.differentiable]
         with no_collection():
-            program = differentiate(program, outputs, inputs, is_strict=request.is_strict)
+            program = differentiate(program, outputs, inputs, is_strict=request.is_strict, takes_rows=True)
         program = forget_shape_only_reads(program)
     program = undo_views(remove_unused(program))
     if is_fast and is_on_gpu:
@@ -164,9 +173,7 @@ def derive(
     elif is_fast:
         costs = partial(find_costs, terms=replace(terms, costs=CostSource.MEASURED), live=NO_LIVE)
         program = choose_kernels(program, costs, _RANKING[preference])
-    program = compact_oversized(lay_out_gradients(program, is_fast=is_fast))
-    program = part_gradients(program) if request.training is None else request.training.add_to(program)
-    return hold_prepared(program) if is_holding else program
+    return compact_oversized(lay_out_gradients(program, is_fast=is_fast))
 
 
 _RANKING: dict[Preference, Callable[[Cost], Any]] = {
@@ -195,7 +202,14 @@ def plan_step(request: Request, captured: Captured, pattern: Pattern) -> Plan:
     """The checked plan of a step. Without a budget nothing is searched: operations run as they were derived."""
     if request.terms.budget_bytes is not None:
         return search_plan(request, captured, pattern)[0]
-    return _plan_as_derived(request, derive(request, captured.program, pattern))
+    plan = _plan_as_derived(request, derive(request, captured.program, pattern))
+    link = request.training.link if request.training is not None else None
+    if link is None:
+        return plan
+    # Ranks wait for each other, so they want to know how long. Rank 0 measures for all.
+    terms = request.terms if link.ranks.rank == 0 else replace(request.terms, costs=CostSource.MODEL)
+    cost_of = find_costs(plan.nodes, terms, {**captured.live, **request.live})
+    return _count(plan, cost_of, request.terms.costs is CostSource.MEASURED)
 
 
 def _plan_as_derived(request: Request, program: Program) -> Plan:
@@ -247,22 +261,23 @@ def search_plan(request: Request, captured: Captured, pattern: Pattern) -> tuple
         near = find_near_planner(request, program, live)
         plan = None if near is None else near.plan_within(terms.budget_bytes)
         if near is not None and plan is not None:
-            notes = (*_notes(request, program), NEAR_NOTE)
-            return check_plan(replace(_leave_room_for_graph(near, plan), notes=notes)), near
+            near_notes = (*_notes(request, plan.program), NEAR_NOTE)
+            return check_plan(replace(_leave_room_for_graph(near, plan), notes=near_notes)), near
         planner, smaller = find_planner(request, program, live), None
         if terms.budget_bytes is None:  # then operations run as they were derived
             plan = _count(_plan_as_derived(request, program), planner.cost_of, planner.has_measured_costs)
-            return planner.with_bound(plan, sum(plan.tables.duration_ns)), planner
-        plan, notes = planner.plan_within(terms.budget_bytes), _notes(request, program)
+            return planner.with_bound(plan), planner
+        notes: tuple[str, ...] = ()
+        plan = planner.plan_within(terms.budget_bytes)
         if plan is None and terms.numerics is not Numerics.EXACT:
             other = derive_by(preference=Preference.WORKSPACE)
             if list(map(signature, other.nodes)) != list(map(signature, program.nodes)):
                 smaller = find_planner(request, other, live)
         if smaller is not None and terms.allows_other_bits:
             plan = smaller.plan_within(terms.budget_bytes)
-            notes += ("the fastest kernels do not fit: kernels with the least workspace run, and round differently",)
+            notes = ("the fastest kernels do not fit: kernels with the least workspace run, and round differently",)
         if plan is not None:
-            planner = smaller or planner
+            planner, notes = smaller or planner, (*_notes(request, plan.program), *notes)
             return check_plan(replace(_leave_room_for_graph(planner, plan), notes=notes)), planner
         if program.preparation is None:
             break
@@ -357,7 +372,7 @@ def _leave_room_for_graph(planner: Planner, plan: Plan) -> Plan:
 def _notes(request: Request, program: Program) -> tuple[str, ...]:
     """Notes for the reader of a plan: what it does not count, and where the optimizer steps."""
     names = {node.name for node in program.nodes if node.operation.runs_user_code}
-    notes: tuple[str, ...] = () if request.training is None else request.training.notes()
+    notes: tuple[str, ...] = () if request.training is None else request.training.notes(program)
     notes += (request.terms.budget_note,) if request.terms.budget_note else ()
     if not names:
         return notes

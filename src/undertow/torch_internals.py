@@ -12,6 +12,7 @@ Attributes of PyTorch's objects (`overload._schema`, `parameter._backward_hooks`
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -173,6 +174,18 @@ def make_gloo_group(store: Any, rank: int, size: int, address: str, timeout: tim
         return ProcessGroupGloo(store, rank, size, options)
 
 
+def make_nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A process group of NCCL for the current GPU, that leaves it to others to notice whether a rank is gone."""
+    with _naming_what_is_missing():
+        from torch.distributed import ProcessGroupNCCL
+
+        # Read when the group is made; otherwise PyTorch ends the process when a peer is gone, and nobody says why.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return ProcessGroupNCCL(store, rank, size, options)
+
+
 if release_of(torch.__version__) > NEWEST:
     # Shown once: a module is imported once.
     warnings.warn(
@@ -227,6 +240,7 @@ __all__ = [
     "is_mapped",
     "load_dynamo",
     "make_gloo_group",
+    "make_nccl_group",
     "make_wrapper_tensor",
     "release_of",
     "select_conv_backend",

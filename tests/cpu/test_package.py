@@ -53,7 +53,7 @@ def test_wheel_says_what_it_is(wheel):
     assert metadata["Requires-Python"] == ">=3.11" and metadata["License-Expression"] == "Apache-2.0"
     classifiers = metadata.get_all("Classifier")
     assert "Typing :: Typed" in classifiers and "Programming Language :: Python :: 3.11" in classifiers
-    assert metadata.get_all("Provides-Extra") == ["test", "docs", "data"]
+    assert metadata.get_all("Provides-Extra") == ["test", "docs", "data", "cluster"]
     needed = [item for item in metadata.get_all("Requires-Dist") if "extra ==" not in item]
     assert "torch>=2.11" in needed, "no upper limit: it would replace the PyTorch that a user has"
 
@@ -76,7 +76,7 @@ def test_only_dependencies_are_imported():
                 found.add((node.module or "").split(".")[0])
     assert always - set(sys.stdlib_module_names) <= allowed
     # Where an option needs them, with a line that says how they are installed.
-    assert late - set(sys.stdlib_module_names) <= allowed | {"pyarrow", "torchvision"}
+    assert late - set(sys.stdlib_module_names) <= allowed | {"pyarrow", "torchvision", "ray"}
 
 
 def test_every_public_name_is_there():

@@ -23,12 +23,16 @@ MIB = 1 << 20
 
 
 def most_large_blocks(plan):
-    """The most storages of over a MiB that are alive at the same time."""
-    storage, sizes = plan.tables.storage, plan.tables.storage_bytes
+    """The most blocks of over a MiB that are alive at the same time: storages, and a kernel's workspace.
+
+    PyTorch's allocator may give each of them up to a MiB more than it asks for.
+    """
+    tables = plan.tables
+    storage, sizes = tables.storage, tables.storage_bytes
     alive, most = set(), 0
-    for node, frees in zip(plan.nodes, plan.tables.frees, strict=True):
+    for node, frees, workspace_bytes in zip(plan.nodes, tables.frees, tables.workspace_bytes, strict=True):
         alive |= {storage[value] for value in node.named_outputs if sizes[storage[value]] > MIB}
-        most = max(most, len(alive))
+        most = max(most, len(alive) + (workspace_bytes > MIB))
         alive -= set(frees)
     return most
 

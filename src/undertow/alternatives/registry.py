@@ -121,6 +121,11 @@ def register_parts(target: Any, parts: Callable[[Node], Iterable[Node]]) -> None
     _PARTS[target] = parts
 
 
+def find_parts(node: Node) -> Iterable[Node]:
+    """The nodes that make the outputs of `node` part by part, with the same bits; none where it cannot be parted."""
+    return _PARTS[node.target](node) if node.target in _PARTS else ()
+
+
 def find_alternatives(program: Program) -> list[Alternative]:
     """Every alternative for the nodes of `program`, in their order."""
     found: list[Alternative] = []
@@ -131,8 +136,7 @@ def find_alternatives(program: Program) -> list[Alternative]:
         found += _codecs(position, node)
         if node.target in _CODES:
             found += _code_readers(position, node)
-        if node.target in _PARTS:
-            found += [Alternative(Role.PART, position, part) for part in _PARTS[node.target](node)]
+        found += [Alternative(Role.PART, position, part) for part in find_parts(node)]
     return found
 
 

@@ -86,8 +86,6 @@ def check_training(model: torch.nn.Module, optimizer: Any, loss: Any, targets: A
             f"optimizer {name} asks for a closure that runs the model again, and a planned step runs it once; "
             f"use another optimizer, or ut.plan(model, ...) in a loop of your own"
         )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise CallError(f"optimizer {name} takes sparse gradients only, and a planned step makes dense ones; use Adam")
 
 
 def check_time_limit(time_limit_s: Any) -> None:

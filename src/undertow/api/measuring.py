@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ def measure(step: TrainStep | torch.nn.Module, *args: Any, **kwargs: Any) -> Mea
 
 def _measure_step(step: TrainStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Measurement:
     given = [tensor for _, tensor in tensors_in((args, kwargs))]
-    seconds = find_median_time(lambda: step(*args, **kwargs), step.drop_gradients)
+    seconds = find_median_time(lambda: step(*args, **kwargs), step.drop_gradients, step.decide_together)
     step.drop_gradients()
     step.release_arena()
     return replace(measure_call(lambda: step(*args, **kwargs), step.persistent_tensors(), given), step_s=seconds)
@@ -91,17 +91,26 @@ class _Sum(torch.autograd.Function):
         )
 
 
-def find_median_time(call: Callable[[], Any], prepare: Callable[[], Any]) -> float:
-    """The median time of several calls after a first one; `prepare` runs before each and is not timed."""
+def find_median_time(
+    call: Callable[[], Any], prepare: Callable[[], Any], decide: Callable[[bool], bool] = lambda answer: answer
+) -> float:
+    """The median time of several calls after a first one; `prepare` runs before each and is not timed.
+
+    `decide` makes of each rank's answer one for all, since all have to make as many calls.
+    """
     prepare()
     call()
     samples: list[float] = []
-    while not samples or sum(samples) < (LONG_S if len(samples) < MIN_SAMPLES else SAMPLING_S):
-        if len(samples) == MAX_SAMPLES:
-            break
+    while decide(_wants_more(samples)):
         prepare()
         samples.append(_time(call))
     return statistics.median(samples)
+
+
+def _wants_more(samples: Sequence[float]) -> bool:
+    if not samples or len(samples) == MAX_SAMPLES:
+        return not samples
+    return sum(samples) < (LONG_S if len(samples) < MIN_SAMPLES else SAMPLING_S)
 
 
 def _time(call: Callable[[], Any]) -> float:

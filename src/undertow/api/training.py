@@ -25,6 +25,9 @@ from undertow.errors import CallError
 from undertow.ir import Node, Phase, Plan
 from undertow.ir.saving import SavedPlan, read_plan
 from undertow.ir.structure import tensors_in
+from undertow.ops.divided_parameters import DividedParameter
+from undertow.ops.locks import HasLocks
+from undertow.ops.own_parts import OwnParts
 from undertow.ops.projection import Masks
 from undertow.ops.updates import LATER_STEP
 from undertow.passes.shards import ShardPart
@@ -61,6 +64,12 @@ def train_step(
     seed: int = 0,
     loss_is_sum: bool = False,
     parallel: Mesh | None = None,
+    weights: tuple[float, ...] | None = None,
+    shard_state: bool = False,
+    late_parameters: bool = False,
+    schedule: str = "1f1b",
+    locking: str = "none",
+    shared_gradients: bool = False,
 ) -> TrainStep:
     """A callable that trains: `step(*args, *targets, **kwargs)` returns the loss, and the parameters are updated.
 
@@ -74,7 +83,19 @@ def train_step(
     0 after every step. `shards` divides each batch into so many parts, which are computed alone (see
     `api/sharding.py`); their generators follow from `seed`. The loss of a shard is a mean over its examples, or with
     `loss_is_sum` a sum. `parallel` divides the shards over the processes of a job, which changes no bit; every process
-    calls the step with the whole batch.
+    calls the step with the whole batch. `weights` says how fast the ranks are: `(2, 1, 1)` gives the first about twice
+    as many shards, never larger ones, so it changes no bit. With `shard_state` each rank updates a part of the
+    parameters and keeps the optimizer's state of that part alone, which changes no bit either; all of it is
+    `step.optimizer_state()`. With `late_parameters` as well, updated parameters may still be on their way when a call
+    returns. The next call waits for each where it is first read; before anything else reads them, call `step.settle()`.
+    `parallel=Mesh(stages=2)` divides the layers as well; `schedule` says in which order the stages run the shards:
+    "gpipe", "1f1b", "interleaved" or "zero-bubble". Then a rank holds its own layers between calls, and
+    `step.settle()`, which all ranks call, brings all of them to all ranks.
+
+    With `parallel=Mesh(hogwild=2)` the processes are workers of one machine that share parameters and the optimizer's
+    state, and each calls the step with batches of its own (see `api/hogwild.py`): no bits are promised. `locking` is
+    "none", "one" lock for all updates, one for each "parameter", or "step", where nobody begins a step before the
+    others have begun theirs. With `shared_gradients` the gradients that `accumulate` adds up are shared as well.
     """
     check_call(model, args, kwargs)
     check_training(model, optimizer, loss, targets)
@@ -99,12 +120,41 @@ def train_step(
     settings = (loss, optimizer, terms, clip_norm, accumulate, strict, gradient_norm, masks)
     make = partial(make_step, model, len(args), *settings)
     call, saved = ((*args, *targets), kwargs or {}), None if saved_plan is None else read_plan(saved_plan)
-    if parallel is not None and shards is None:
+    if parallel is not None and parallel.hogwild > 1:
+        if shards is not None:
+            raise CallError(f"parallel={parallel} and shards={shards}: workers of hogwild have batches of their own")
+        if saved_plan is not None or masks is not None:
+            raise CallError(f"parallel={parallel} takes neither saved_plan= nor masks=; leave them out")
+        from undertow.api.hogwild import make_hogwild  # here, because a step of a worker is a TrainStep
+
+        return make_hogwild(make, parallel, locking, shared_gradients, call)
+    if locking != "none" or shared_gradients:
+        raise CallError("locking and shared_gradients are about workers that share parameters; give parallel= as well")
+    if parallel is not None and parallel.num_ranks > 1 and shards is None:
         raise CallError(f"parallel={parallel} divides the shards of a batch over ranks; give shards= as well")
+    if weights is not None and parallel is None:
+        raise CallError("weights says how many shards each rank takes; give parallel= as well")
+    if late_parameters and not shard_state:
+        raise CallError("late_parameters is about parameters that other ranks update; give shard_state=True as well")
+    if shard_state and parallel is None:
+        raise CallError("shard_state divides the optimizer's state over ranks; give parallel= as well")
+    if parallel is not None and parallel.stages > 1:
+        if weights is not None or shard_state:
+            raise CallError("weights and shard_state are for ranks that have all layers; leave them out with stages")
+        if any(parameter.is_cuda for parameter in model.parameters()):
+            raise CallError(
+                "stages send from memory of the CPU, and the model is on a GPU; move it, or use data= alone"
+            )
+        from undertow.api.staged_step import make_staged  # here, because such a step is a TrainStep
+
+        staged = make_staged(make, shards, seed, loss_is_sum, parallel, schedule)
+        staged.prepare(*call, saved)
+        return staged
     if shards is not None:
         from undertow.api.sharding import make_sharded  # here, because a step in shards is a TrainStep
 
-        sharded = make_sharded(make, shards, seed, loss_is_sum, parallel)
+        own = OwnParts(model, late_parameters) if shard_state else None
+        sharded = make_sharded(make, shards, seed, loss_is_sum, parallel, weights, own)
         sharded.prepare(*call, saved)
         return sharded
     step = make()
@@ -125,9 +175,10 @@ def make_step(
     has_norm: bool = False,
     masks: Masks | None = None,
     shards: ShardPart | None = None,
+    team: HasLocks | None = None,
 ) -> TrainStep:
     """A step that has not seen its arguments yet; the first `num_args` of them are the model's."""
-    training = Training(model, optimizer, clip_norm, accumulate, has_norm, masks, shards)
+    training = Training(model, optimizer, clip_norm, accumulate, has_norm, masks, shards, team)
     return TrainStep(Request(model, partial(_run_model, model, num_args, loss), terms, training, is_strict))
 
 
@@ -176,8 +227,13 @@ class TrainStep:
     @property
     def gradient_norm(self) -> float | None:
         """The norm of all gradients at the last update, before clipping; None unless it was asked for."""
-        norm = self.training.gradient_norm
+        norm = self.norm
         return None if norm is None else float(norm)
+
+    @property
+    def norm(self) -> torch.Tensor | None:
+        """The same as a tensor, which a GPU need not be waited for."""
+        return self.training.gradient_norm
 
     @property
     def costs(self) -> dict[str, tuple[int, int]]:
@@ -217,10 +273,11 @@ class TrainStep:
 
     def _check_untouched(self) -> None:
         """Refuse what the step would silently ignore: hooks, and gradients that other code left."""
-        if self.training.updates_inside and self.training.has_step_hooks:
+        is_never_stepped = self.training.updates_inside or self.training.own is not None
+        if is_never_stepped and self.training.has_step_hooks:
             raise CallError(
-                "the optimizer got a step hook after train_step was made, and its updates run inside the backward "
-                "pass; register the hook first, and the optimizer steps afterwards"
+                "the optimizer got a step hook after train_step was made, and its own step() is not called, because "
+                "parameters are updated one by one; register the hook first"
             )
         for parameter in self.runner.parameters():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -228,7 +285,7 @@ class TrainStep:
                     f"parameter {self._name_of(parameter)} has a gradient hook, which train_step does not call; remove "
                     f"it, or train with ut.plan, loss.backward() and optimizer.step()"
                 )
-            if self.training.updates_inside and parameter.grad is not None and parameter in self._updated:
+            if is_never_stepped and parameter.grad is not None and parameter in self._updated:
                 raise CallError(
                     f"parameter {self._name_of(parameter)} has a .grad from elsewhere, to which this step would not "
                     f"add; call zero_grad() first, or accumulate with train_step(accumulate=)"
@@ -236,6 +293,30 @@ class TrainStep:
 
     def _name_of(self, parameter: torch.nn.Parameter) -> str:
         return next(name for name, item in self.model.named_parameters() if item is parameter)
+
+    def settle(self) -> None:
+        """Make all parameters whole, until the next call. With `shard_state` all ranks call it.
+
+        A call leaves some on their way with `late_parameters`, and some divided where its budget has no room for them.
+        """
+        if self.training.own is not None:
+            self.training.own.settle()
+
+    def divide_parameters(self) -> None:
+        """Leave each rank its part of the parameters that its plan divides, as every call does when it begins."""
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The whole state of the optimizer, as its `state_dict()`. Where ranks keep parts of it, all call this."""
+        return self._given_optimizer().state_dict()
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Take a whole state, of a step on any number of ranks; a rank that keeps a part of it cuts that out."""
+        self._given_optimizer().load_state_dict(dict(state))
+
+    def _given_optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise CallError("the step has no optimizer; give optimizer= to train_step")
+        return self.optimizer
 
     def release(self) -> None:
         """Free what the step holds between calls: its arena, until the next call, and its CUDA graph, which is captured
@@ -254,6 +335,10 @@ class TrainStep:
         with torch.enable_grad():
             yield from self.runner.walk(args, kwargs, lambda node: node.phase is not Phase.UPDATE)
 
+    def decide_together(self, answer: bool) -> bool:
+        """One answer for all ranks of the step: that of rank 0."""
+        return answer
+
     def drop_gradients(self) -> None:
         """Drop gradients: without an optimizer they stay with their parameters, and the next call would add to them."""
         if self.optimizer is None:
@@ -263,9 +348,10 @@ class TrainStep:
         """What the step holds between calls: parameters, buffers, gradients, the optimizer's state, its arena."""
         entries = self.optimizer.state.values() if self.optimizer is not None else ()
         state = [item for entry in entries for item in entry.values()]
-        found = [*self.model.parameters(), *self.model.buffers(), *self.runner.persistent_tensors()]
+        whole = [item for item in self.model.parameters() if not isinstance(item, DividedParameter)]
+        found = [*whole, *self.model.buffers(), *self.runner.persistent_tensors()]
         found += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        found += [*self.training.norm_tensors(), *self.training.mask_tensors()]
+        found += [*self.training.norm_tensors(), *self.training.mask_tensors(), *self.training.own_tensors()]
         return found + [item for item in state if isinstance(item, torch.Tensor)]
 
     def find_curve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Curve:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 
+from undertow.api.stage_tensors import is_set_aside
 from undertow.ops.updates import LATER_STEP
 from undertow.passes.training import Training
 
@@ -29,6 +30,8 @@ def left_untouched(model: torch.nn.Module, training: Training | None = None) -> 
     optimizer = None if training is None else training.optimizer
     trained = () if training is None else training.trained()
     parameters = list(dict.fromkeys((*model.parameters(), *trained)))
+    if training is not None and training.own is not None:
+        training.own.settle()  # what is still on its way would be copied half
     with ExitStack() as undo:
         for parameter in parameters:
             undo.callback(_set_aside(parameter))
@@ -38,6 +41,10 @@ def left_untouched(model: torch.nn.Module, training: Training | None = None) -> 
             undo.callback(_copy_optimizer(optimizer))
             later = training.live[LATER_STEP.name]
             undo.callback(setattr, later, "num_calls", later.num_calls)
+        if training is not None and training.own is not None:
+            own = training.own
+            undo.callback(setattr, own, "sums", {bucket: total.clone() for bucket, total in own.sums.items()})
+            undo.callback(own.settle)
         if training is not None and training.shards is not None:
             shards = training.shards.shards
             undo.callback(setattr, shards, "num_calls", shards.num_calls)
@@ -83,7 +90,12 @@ def _set_aside(parameter: torch.nn.Parameter) -> Callable[[], None]:
 def _copy(tensor: torch.Tensor) -> Callable[[], Any]:
     """Copy a tensor. A function that writes the copy back, which autograd does not count as a change."""
     copied = tensor.detach().to("cpu", copy=True)
-    return lambda: tensor.data.copy_(copied)
+
+    def write_back() -> None:
+        if not is_set_aside(tensor):
+            tensor.data.copy_(copied)
+
+    return write_back
 
 
 def _copy_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:

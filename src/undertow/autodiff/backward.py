@@ -23,6 +23,7 @@ from undertow.ir import (
     Input,
     InputKind,
     Node,
+    OpaqueType,
     Operation,
     Origin,
     Phase,
@@ -47,6 +48,15 @@ from undertow.ops.opaque import (
     through_autograd,
 )
 from undertow.ops.own import GENERATOR_STATE
+from undertow.ops.row_gradients import (
+    ADD_ROWS,
+    ADD_ROWS_TO_DENSE,
+    Reading,
+    find_reading,
+    row_gradient,
+    type_of_rows,
+    type_of_sum,
+)
 from undertow.record.origins import origin_at
 from undertow.record.traced_tensor import Storage, TracedTensor
 from undertow.record.tracing import Namer, Recorder
@@ -67,12 +77,14 @@ def differentiate(
     *,
     is_composed: bool = False,
     is_strict: bool = False,
+    takes_rows: bool = False,
 ) -> Program:
     """The Program with the cotangents of `wanted` inputs, given cotangents of `outputs`.
 
     `is_composed` takes the formulations that can be differentiated again instead of those with eager's bits.
+    `takes_rows`: the gradients of inputs may be in rows, as sparse tensors; else that is refused.
     """
-    return _Backward(program, is_composed, is_strict).build(outputs, wanted)
+    return _Backward(program, is_composed, is_strict, takes_rows).build(outputs, wanted)
 
 
 def differentiate_everywhere(
@@ -101,8 +113,10 @@ class _Backward(Recorder):
     takes_parts = False
     phase = Phase.BACKWARD
 
-    def __init__(self, program: Program, is_composed: bool, is_strict: bool) -> None:
+    def __init__(self, program: Program, is_composed: bool, is_strict: bool, takes_rows: bool = False) -> None:
         super().__init__(FakeTensorMode(), Namer(taken=_names(program)))
+        self.takes_rows = takes_rows
+        self.rows: dict[Value, Value] = {}  # of inputs, cotangents in rows so far
         self.program = program
         self.is_composed = is_composed
         self.is_strict = is_strict
@@ -167,10 +181,7 @@ class _Backward(Recorder):
             for node in reversed(self.program.first_pass):
                 self._visit(node)
             self.node = None
-            gradients = [
-                Gradient(value, self.value_of(self.cotangents[value]) if value in self.cotangents else None)
-                for value in wanted
-            ]
+            gradients = [Gradient(value, self._gradient_of(value)) for value in wanted]
         nodes = self._forward_nodes() + tuple(self.nodes)
         differentiable = self.program.differentiable | {seed.value for seed in seeds}
         joint = replace(
@@ -185,6 +196,11 @@ class _Backward(Recorder):
         self.repeats.clear()
         self.release()
         return check_program(remove_unused(joint) if is_cleaned else joint)
+
+    def _gradient_of(self, value: Value) -> Value | None:
+        if value in self.cotangents:
+            return self.value_of(self.cotangents[value])
+        return self.rows.get(value)
 
     def tensor(self, value: Value) -> TracedTensor:
         """The traced tensor that stands for a value of the forward pass."""
@@ -203,17 +219,71 @@ class _Backward(Recorder):
         if all(ct is None for ct in cts) or not any(value in self.active for value in node.inputs):
             return
         self.node = node
-        if not self.is_composed:  # the formulations for a second derivative are dense
-            _refuse_sparse_gradient(node)
+        reading = None if self.is_composed else find_reading(node)  # formulations for a second derivative are dense
+        if reading is not None:
+            self._visit_reading(node, reading, cts[0])
+            return
         self.pending = [pair for argument, ct in self._pull_back(node, cts) for pair in self._spread(argument, ct)]
+        self._complete(node)
+        while self.pending:
+            self._accumulate(*self.pending[0])
+            del self.pending[0]
+
+    def _complete(self, node: Node) -> None:
+        """Its outputs' cotangents are used up."""
         for value in node.outputs:
             if value in self.cotangents:
                 ct = self.cotangents.pop(value)
                 self.num_in_storage[self.traced(ct).alias.storage] -= 1
                 self.complete[value] = self.value_of(ct)
-        while self.pending:
-            self._accumulate(*self.pending[0])
-            del self.pending[0]
+
+    def _visit_reading(self, node: Node, reading: Reading, ct: torch.Tensor | None) -> None:
+        """A node that reads rows of a table whose gradient is to be a sparse tensor."""
+        weights = node.inputs[-1] if reading.kind == "embedding_bag" and len(node.inputs) > 3 else None
+        if weights is not None and weights in self.active:
+            raise CaptureError(
+                f"{node.name} ({node.origin}) has per_sample_weights that require a gradient, and sparse=True: that "
+                f"is not planned together; make it with sparse=False"
+            )
+        is_input = any(item.value is reading.table for item in self.program.inputs)
+        if not self.takes_rows or not is_input:
+            why = (
+                "here gradients are dense" if is_input else "its table is computed in the forward pass (max_norm, ...)"
+            )
+            raise CaptureError(
+                f"{node.name} ({node.origin}) makes a sparse gradient, and {why}; make it with sparse=False"
+            )
+        assert ct is not None
+        operation, args = row_gradient(reading.kind), (self.value_of(ct), *reading.args)
+        made = self._emit_rows(operation, args, type_of_rows(reading))
+        self._complete(node)
+        self._accumulate_rows(reading.table, made)
+
+    def _emit_rows(self, operation: Operation, args: tuple[Any, ...], kind: OpaqueType) -> Value:
+        value = self.names.value(operation, kind)
+        self.nodes.append(Node(operation, args, {}, (value,), self.origin(), self.phase))
+        return value
+
+    def _accumulate_rows(self, table: Value, rows: Value) -> None:
+        """Eager adds sparse gradients to each other, and to a dense one, which stays dense."""
+        before = self.rows.get(table)
+        if table in self.cotangents:
+            self._add_to_dense(table, self.cotangents[table], rows)
+        elif before is None:
+            self.rows[table] = rows
+        else:
+            assert isinstance(before.type, OpaqueType) and isinstance(rows.type, OpaqueType)
+            self.rows[table] = self._emit_rows(ADD_ROWS, (before, rows), type_of_sum(before.type, rows.type))
+
+    def _add_to_dense(self, table: Value, dense: torch.Tensor, rows: Value) -> None:
+        value = self.value_of(dense)
+        with self.on_fakes():
+            fake = torch.empty_like(self.traced(dense).fake)
+        ((_, total),) = self._emit(ADD_ROWS_TO_DENSE, (value, rows), [table], [fake])
+        if table in self.cotangents:
+            self.num_in_storage[self.traced(dense).alias.storage] -= 1
+        self.cotangents[table] = total
+        self.num_in_storage[self.traced(total).alias.storage] += 1
 
     def _pull_back(self, node: Node, cts: list[Any]) -> list[tuple[Any, Any]]:
         """Pairs of an argument (a Value or a tuple of them) and its cotangents."""
@@ -370,6 +440,9 @@ class _Backward(Recorder):
         return [pair for item, item_ct in zip(argument, ct, strict=True) for pair in self._spread(item, item_ct)]
 
     def _accumulate(self, value: Value, ct: torch.Tensor) -> None:
+        if value in self.rows:
+            self._add_to_dense(value, ct, self.rows.pop(value))
+            return
         known = self.cotangents.get(value)
         if known is not None:
             add = aten.add_.Tensor if self._is_added_into(known) else aten.add.Tensor
@@ -424,17 +497,6 @@ def _sum_to_shape(ct: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def _differentiated(operation: Operation) -> Operation:
     """The operation that a derivative, or a derivative of that, is of."""
     return operation if operation.derivative_of is None else _differentiated(operation.derivative_of)
-
-
-def _refuse_sparse_gradient(node: Node) -> None:
-    overload = node.operation.overload
-    bound = {} if overload is None else bind_arguments(overload, node.args, node.kwargs)
-    for name in ("sparse", "sparse_grad"):  # of embeddings, of gather
-        if bound.get(name):
-            raise CaptureError(
-                f"{node.name} ({node.origin}) makes a sparse gradient, and only dense strided tensors can be planned; "
-                f"make it with {name}=False"
-            )
 
 
 def _is_complex(node: Node) -> bool:

@@ -117,6 +117,14 @@ class Variant:
         constants = sum(tensor.nbytes for tensor in self.captured.constants.values())
         return NODE_BYTES * (len(self.captured.program.nodes) + num_nodes) + constants
 
+    def forget_plans(self) -> None:
+        """Plan again when a step is next asked for."""
+        for step in self._steps.values():
+            step.release_memory()
+        self._steps.clear()
+        self._counted.clear()
+        self.places.clear()
+
     def remember(self, pattern: Pattern) -> None:
         """Expect the same gradients next time."""
         self.pattern = pattern
@@ -209,6 +217,12 @@ class Runner:
         """Forget all captures: every call is captured and planned again."""
         self._variants.clear()
         self._last_lookup = (), []
+
+    def forget_plans(self) -> None:
+        """Plan every call again; what was captured stays."""
+        for variants in self._variants.values():
+            for variant in variants:
+                variant.forget_plans()
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPlan | None = None) -> None:
         """Capture and plan the step for such a call, or take the plan that was saved; runs nothing."""

@@ -176,6 +176,14 @@ def plan_command(
     is_quick: Annotated[
         bool, typer.Option("--quick", help="Only say whether the step fits into what is free; nothing is run.")
     ] = False,
+    parallel: Annotated[
+        str | None,
+        typer.Option(help="Divide the model over ranks, such as stages=4 or data=2,stages=2; none is started."),
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(help="Shards of the batch, with --parallel; by default 4 for each stage.")
+    ] = None,
+    stage_schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved or zero-bubble.")] = "1f1b",
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one page.")] = None,
     is_json: JsonOption = False,
 ) -> int:
@@ -189,6 +197,17 @@ def plan_command(
         check_page(html)
     subject = load(model, batch, inputs or [], device)
     title = f"{model} on {subject.describe_inputs()}"
+    if parallel is not None:
+        from undertow.cli.stages import plan_stages
+
+        with running(title):
+            made = _make_optimizer(optimizer, subject.model)
+            terms = {"budget": budget, "optimizer": made, "numerics": numerics, "costs": costs}
+            stages = plan_stages(model, subject, parallel, shards, stage_schedule, title, terms)
+        if html is not None:
+            write_page(html, stages.to_html())
+        print_result(stages, is_json)
+        return DONE
     with running(title):
         made = _make_optimizer(optimizer, subject.model)
         estimate = estimate_fit(subject.model, subject.args, subject.kwargs, optimizer=made)

@@ -17,6 +17,8 @@ from undertow.errors import ClosedPipe, InfeasibleBudget, OutputError
 OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "sklearn": "scikit-learn"}  # where they differ from the module
 
+STOPPED = "stopped immediately; the last checkpoint, if there is one, is unharmed"
+
 
 def write(text: str, stream: TextIO) -> None:
     """Write text to stdout or stderr; raises OutputError if that fails."""

@@ -7,18 +7,19 @@ file can give it instead.
 from __future__ import annotations
 
 import inspect
-from contextlib import ExitStack
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
-from undertow.cli.exits import DONE, INTERRUPTED, TERMINATED
-from undertow.cli.printing import check_page, print_data, print_result, report_error
+from undertow.cli.exits import CHECK_FAILED, DONE, INTERRUPTED, TERMINATED
+from undertow.cli.printing import STOPPED, check_page, print_data, print_result, report_error
 from undertow.errors import CallError
-from undertow.train.config import TrainConfig, check_resumed, make_config, read_config_file
+from undertow.ranks.started import is_rank
+from undertow.train.config import SERVER, TrainConfig, check_resumed, make_config, read_config_file
 
 if TYPE_CHECKING:
     import torch
@@ -82,11 +83,23 @@ def train_command(
     *,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="TOML or YAML with the same names.")] = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="Go on with the run in this folder.")] = None,
+    replay: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Do the pushes of a run with --parallel server again, and compare."),
+    ] = None,
     is_json: JsonOption = False,
     **given: Any,
 ) -> int:
     """Train a model within a memory budget, with eager PyTorch's bits."""
     named = {name: value for name, value in given.items() if value is not None}
+    if replay is not None:
+        from undertow.cli.serving import replay_run
+
+        if named or config is not None or resume is not None:
+            raise CallError("--replay takes its options from the run; leave the others out")
+        found = replay_run(Path(replay))
+        print_result(found, is_json)
+        return DONE if found.is_same else CHECK_FAILED
     from_file = {} if config is None else read_config_file(Path(config))
     if resume is None:
         settings = make_config({**from_file, **named}, config or "command line")
@@ -95,54 +108,42 @@ def train_command(
 
         before = RunFolder(Path(resume)).read_config()
         settings = check_resumed(before, {**from_file, **named}, Path(resume))
+    if is_rank():
+        from undertow.cli.rank_process import train_as_rank
+
+        return train_as_rank(settings, resume is not None, is_json)
+    if settings.mesh.num_ranks > 1:
+        return _launch(settings, {"config": config, "resume": resume, **named}, is_json)
+    from undertow.cli.training import train
+    from undertow.train.job import Job
+
+    if settings.parallel == SERVER:
+        from undertow.cli.serving import train_served
+
+        return report_training(lambda: train_served(settings, resume is not None), is_json)
+    return report_training(lambda: train(settings, resume is not None, Job()), is_json)
+
+
+def report_training(train: Callable[[], Any], is_json: bool) -> int:
+    """Train and print the result; returns the exit code."""
     try:
-        result = _train(settings, resume is not None)
+        result = train()
     except KeyboardInterrupt:
-        report_error("stopped immediately; the last checkpoint, if there is one, is unharmed", is_json)
+        report_error(STOPPED, is_json)
         return INTERRUPTED
     print_result(result, is_json)
     return {"interrupted": INTERRUPTED, "terminated": TERMINATED}.get(result.progress.stopped, DONE)
 
 
-def _train(settings: TrainConfig, is_resumed: bool) -> Any:
-    from undertow.cli.loading import running
-    from undertow.cli.workloads import load_callbacks, load_user_code, load_workload, report_code
-    from undertow.train.devices import choose_device
-    from undertow.train.environment import find_same_device, use_same_threads, use_threads
-    from undertow.train.folder import RunFolder, new_folder
-    from undertow.train.progress import make_display
-    from undertow.train.run import Run
+def _launch(settings: TrainConfig, given: dict[str, Any], is_json: bool) -> int:
+    from undertow.cli.launching import run_job, write_words
+    from undertow.train.folder import new_folder
 
-    folder = RunFolder(Path(settings.out) if settings.out is not None else new_folder(settings))
-    with ExitStack() as stack, running(f"training {settings.model} on {settings.data}"):
-        if is_resumed:
-            stack.enter_context(folder.lock())
-        device = choose_device(settings.device)
-        # A run that was killed before its first checkpoint begins again.
-        checkpoint = folder.read_checkpoint() if is_resumed and folder.checkpoint_path.exists() else None
-        if checkpoint is None:
-            use_threads(settings)
-        else:
-            use_same_threads(checkpoint)
-            device = find_same_device(checkpoint, device)
-        if not is_resumed:
-            folder.check_is_free()
-            folder.check_can_be_made()
-        code = replace(load_user_code(settings), callbacks=load_callbacks(settings))
-        workload = load_workload(settings, device.type == "cuda")
-        stack.callback(workload.close)
-        if is_resumed:
-            report_code(settings.model, settings.data, settings.loss, *(settings.metric or ()))
-        run = Run(settings, workload, folder, make_display(), device, code)
-        if checkpoint is not None:
-            run.resume(checkpoint)
-        run.prepare()
-        if is_resumed:
-            folder.write_config(settings)
-        else:
-            stack.enter_context(folder.lock())
-            folder.create(settings)
-        return run.train()
+    folder = Path(settings.out) if settings.out is not None else new_folder(settings)
+    given = {name: value for name, value in given.items() if value is not None and name != "parallel"}
+    words = write_words(given.pop("model", None), {**given, "out": str(folder)})
+    words += ["--json"] if is_json else []
+    return run_job(words, settings, folder, "resume" in given, is_json)
 
 
 def evaluate_command(

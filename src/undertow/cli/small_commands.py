@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,7 @@ def compress_command(
     distill: Annotated[float, typer.Option(help="Share of the dense network's outputs in the loss.")] = 0.0,
     numerics: Annotated[str, typer.Option(help="As for train.")] = "exact",
     budget: Annotated[str | None, typer.Option(help="Peak memory of a step, as for train.")] = None,
+    minutes: Annotated[float, typer.Option(help="End with what was found by then.", min=0)] = math.inf,
     is_last: Annotated[bool, typer.Option("--last", help="Take the run's last weights instead of the best.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU where there is one.")] = "auto",
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -43,13 +45,15 @@ def compress_command(
     from undertow.cli.loading import running
     from undertow.shrink.retraining import Stopped
     from undertow.shrink.settings import Settings
+    from undertow.shrink.time_limit import TimeLimit
 
+    limit = TimeLimit(60 * minutes)
     settings = Settings(max_loss, coder, epochs, lr, optimizer, distill, 0, numerics, budget)  # type: ignore[arg-type]
     state = Path(f"{out}{STATE_SUFFIX}")
     _check_can_write(Path(out))
     try:
         with running(f"compressing {run}"):
-            result = _compress(run, data, validation, weights, device, is_last, settings, state)
+            result = _compress(run, data, validation, weights, device, is_last, settings, state, limit)
     except Stopped as stop:
         there = f"the same command goes on from {state}" if state.exists() else "nothing was finished yet"
         report_error(f"{stop}; {there}", is_json)
@@ -75,6 +79,7 @@ def _compress(
     is_last: bool,
     settings: Any,
     state: Path,
+    limit: Any,
 ) -> Any:
     from undertow.cli.small_networks import describe_network
     from undertow.cli.small_sources import load_source
@@ -89,7 +94,7 @@ def _compress(
             display.say(note)
         metadata = describe_network(trained.config, trained.preparation, trained.classes)
         parts = Parts(workload.train_loader, source.validation, workload.test_loader)
-        return shrink(trained.model, parts, trained.objective, settings, state, metadata, display.say)
+        return shrink(trained.model, parts, trained.objective, settings, state, metadata, display.say, limit)
     finally:
         display.close()
         workload.close()

@@ -77,7 +77,7 @@ def load_workload(config: TrainConfig, is_for_gpu: bool = False) -> Workload:
         source,
         batch,
         augment=config.augment or (),
-        num_workers=config.workers,
+        num_workers=config.num_readers,
         class_weights=None if config.class_weights is None else _weigh(source, weights),
         is_for_gpu=is_for_gpu,
     )

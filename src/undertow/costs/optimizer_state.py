@@ -8,7 +8,8 @@ without data: its copy steps on one real parameter after another.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +34,32 @@ def count_optimizer_state(
     if optimizer.state:
         return OptimizerState(name, _count(optimizer))
     reached = {id(parameter) for parameter in with_gradient}
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return OptimizerState(name, _count_sparse_adam(optimizer, reached))
     twin = _copy_with(optimizer, {id(item): _twin(item, "meta", reached) for item in _parameters(optimizer)})
     try:
         twin.step()
         return OptimizerState(name, _count(twin))
     except Exception:  # foreign code: it may read values
         return OptimizerState(name, _count_one_by_one(optimizer, reached))
+
+
+def count_part_state(optimizer: torch.optim.Optimizer, num_elements: Mapping[int, int]) -> int:
+    """The state after steps on so many elements of each parameter, by its id; of none of them there is no state.
+
+    For optimizers that treat each element by itself, which can step without data.
+    """
+    bare = copy.copy(optimizer)
+    bare.state = defaultdict(dict)
+    twins: dict[int, Any] = {}
+    for parameter in _parameters(optimizer):
+        count = num_elements.get(id(parameter), 0)
+        twin = torch.nn.Parameter(torch.zeros(count, dtype=parameter.dtype, device="meta"))
+        twin.grad = torch.zeros_like(twin) if count else None
+        twins[id(parameter)] = twin
+    copied = _copy_with(bare, twins)
+    copied.step()
+    return _count(copied)
 
 
 def _count_one_by_one(optimizer: torch.optim.Optimizer, reached: set[int]) -> int | None:
@@ -70,6 +91,11 @@ def _twin(parameter: torch.nn.Parameter, device: Any, reached: set[int]) -> torc
     twin = torch.nn.Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)
     twin.grad = torch.zeros_like(twin) if id(parameter) in reached else None
     return twin
+
+
+def _count_sparse_adam(optimizer: torch.optim.Optimizer, reached: set[int]) -> int:
+    """SparseAdam steps on no dense gradient. It keeps two tensors like each parameter."""
+    return 2 * sum(item.nbytes for item in _parameters(optimizer) if id(item) in reached)
 
 
 def _count(optimizer: torch.optim.Optimizer) -> int:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from undertow.costs.cache import MAX_COSTS, cache_path, keep_costs, load_costs
+from undertow.costs.links import find_link_speed
 from undertow.costs.measuring import measure_costs, measure_workspaces, model_cost, unmeasured_cost
 from undertow.ir import Node
 from undertow.ir.cost import Cost, signature
+from undertow.ir.operation import COMPUTING
 from undertow.terms import CostSource, Terms
 
 CostOf = Callable[[Node], Cost]
@@ -33,9 +35,13 @@ def find_costs(nodes: Sequence[Node], terms: Terms, live: Mapping[str, Any]) -> 
     for key in list(known)[:-MAX_COSTS]:
         del known[key]
 
+    speed = find_link_speed(known)
+
     def cost_of(node: Node) -> Cost:
         if node.operation.costs_nothing:
             return Cost(0, 0)
+        if node.operation.lane != COMPUTING:
+            return Cost(speed.duration_ns(node.operation.sent_bytes(node)), 0)
         if node.operation.parts is not None:
             whole = parts[node] if node in parts else node.operation.parts(node, live)
             return whole.combine([cost_of(part) for part in whole.nodes])

@@ -32,7 +32,8 @@ def check_program(program: Program) -> Program:
             raise ProgramError(f"gradient of {gradient.input}, which is not an input")
         if gradient.value is not None:
             _require((gradient.value,), "gradient", defined)
-            _check_gradient_type(gradient.input, gradient.value)
+            if not gradient.is_in_rows:
+                _check_gradient_type(gradient.input, gradient.value)
     for value in program.differentiable:
         if not value.type.is_differentiable:
             raise ProgramError(f"{value} of type {value.type} cannot carry a gradient")

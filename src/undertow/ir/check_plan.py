@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from undertow.errors import PlanError
-from undertow.ir.operation import REVERSIBLE, Operation
+from undertow.ir.operation import COMPUTING, REVERSIBLE, Operation
 from undertow.ir.plan import ARENA_GAPS, Plan
 from undertow.ir.program import InputKind, Node, Task
 from undertow.ir.pytorch import in_place_of
@@ -58,12 +58,35 @@ def _check_tables(plan: Plan) -> None:
             raise PlanError(f"{value} has {value.type.num_bytes} bytes, its storage {tables.storage_bytes[storage]}")
     if min((*tables.workspace_bytes, *tables.duration_ns, *tables.storage_bytes), default=0) < 0:
         raise PlanError("a size or a time is negative")
-    if not 0 <= plan.lower_bound_ns <= sum(tables.duration_ns):
-        raise PlanError(
-            f"the bound of {plan.lower_bound_ns} ns is not between 0 and the step's {sum(tables.duration_ns)}"
-        )
+    _check_times(plan)
     _check_held(plan)
     _check_offsets(plan)
+
+
+def _check_times(plan: Plan) -> None:
+    """Lanes do one thing at a time, computing keeps the order of the plan, and nobody reads what has not arrived.
+
+    So the step takes no less than its longest lane; the bound is no more than the step.
+    """
+    times = plan.times
+    ends: dict[str, int] = {}
+    for start, end, position in sorted(zip(times.starts_ns, times.ends_ns, range(len(plan.nodes)), strict=True)):
+        node = plan.nodes[position]
+        if end - start != plan.tables.duration_ns[position] or times.lanes[position] != node.operation.lane:
+            raise PlanError(f"{_Place(node, position)} has another time or lane than its cost says")
+        if start < ends.get(node.operation.lane, start):
+            raise PlanError(f"{_Place(node, position)} starts before its lane is free")
+        ends[node.operation.lane] = end
+    sent = [position for position, node in enumerate(plan.nodes) if node.operation.lane != COMPUTING]
+    arrives = {value: times.ends_ns[position] for position in sent for value in plan.nodes[position].named_outputs}
+    now = 0
+    for position, node in enumerate(plan.nodes):
+        waits = [arrives[value] for value in node.inputs if value in arrives]
+        if times.starts_ns[position] < max((now, *waits)):
+            raise PlanError(f"{_Place(node, position)} starts before what it waits for")
+        now = times.ends_ns[position] if node.operation.lane == COMPUTING else now
+    if now != times.step_ns or not 0 <= plan.lower_bound_ns <= times.step_ns:
+        raise PlanError(f"the bound of {plan.lower_bound_ns} ns is not between 0 and the step's {now}")
 
 
 def _check_held(plan: Plan) -> None:

@@ -40,6 +40,11 @@ def never(node: Node) -> bool:
     return False
 
 
+def zero(node: Node) -> int:
+    """The default of a record's function that gives a number for a node."""
+    return 0
+
+
 @dataclass(frozen=True, eq=False)
 class Destination:
     """How an operation is told where to write: `call(*args, **kwargs, name=tensor)` with a name for each output.
@@ -87,6 +92,7 @@ class Operation:
     draws: Callable[[Node], bool] = field(default=never, repr=False)  # whether this call does
     is_guard: bool = False  # raises GuardMiss where a tensor holds another value than was recorded
     can_repeat: bool = True
+    pauses: bool = False  # the step stops here until whoever runs it goes on
     droppable: tuple[int, ...] = ()  # arguments that a repeat leaves out: its first run alone updates them
 
     # Relatives.
@@ -102,8 +108,14 @@ class Operation:
 
     compile: Callable[[], None] | None = field(default=None, repr=False)  # before it first runs
 
-    # Cost.
+    # Lanes. What runs on a link is started by its node, and goes on while later nodes compute.
     lane: str = COMPUTING
+    sent_bytes: Callable[[Node], int] = field(default=zero, repr=False)  # over a link, by the rank that sends most
+    urgency: Callable[[Node], int] = field(default=zero, repr=False)  # the least goes first over a link
+    announces: Callable[[Node], tuple[str, ...]] = field(default=nothing, repr=False)  # what its transfer brings
+    awaits: Callable[[Node], tuple[str, ...]] = field(default=nothing, repr=False)  # also of a call before
+
+    # Cost.
     costs_nothing: bool = False
     is_measurable: bool = True  # can be run by itself on made-up arguments
     needs_all_ranks: bool = False  # to be measured

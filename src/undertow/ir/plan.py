@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from undertow.ir.printer import format_bytes, print_program
 from undertow.ir.program import Node, Phase, Program, Task
+from undertow.ir.step_times import StepTimes, find_step_times
 from undertow.ir.values import Value
 
 ARENA_GAPS = "gaps in the arena"  # among what is held: by how much the arena raises the peak
@@ -95,10 +97,20 @@ class Plan:
         """The operation during which the peak is reached."""
         return self.nodes[self.live_bytes.index(self.peak_bytes)] if self.live_bytes else None
 
+    @cached_property
+    def times(self) -> StepTimes:
+        """When each operation runs, on the lane that it occupies."""
+        return find_step_times(self.nodes, self.tables.duration_ns)
+
     @property
     def step_us(self) -> float:
-        """The predicted time of a step: the sum of its operations' times."""
-        return sum(self.tables.duration_ns) / 1e3
+        """The predicted time of a step: without links the sum of its operations' times, else when the last one ends."""
+        return self.times.step_ns / 1e3
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a step sends over links, by the rank that sends most."""
+        return sum(node.operation.sent_bytes(node) for node in self.nodes)
 
     @property
     def lower_bound_us(self) -> float:
@@ -138,6 +150,8 @@ class Plan:
                 f"budget: {format_bytes(self.budget_bytes)}; {len(self.recomputed)} operations run again; "
                 f"{self.step_us / 1e3:.1f} ms predicted, gap {self.gap:.1%} ({self.outcome.value})"
             )
+        if self.sent_bytes:
+            lines.append(self._describe_lanes())
         if self.without_rule:
             names = sorted({f"{node.name} ({node.origin})" for node in self.without_rule})
             lines.append(f"derivative taken through autograd at run time: {', '.join(names)}")
@@ -147,6 +161,17 @@ class Plan:
     def _count_operations(self) -> str:
         forward, backward, update = map(self.program.count, Phase)
         return f"{forward} forward and {backward} backward operations{f', {update} updates' if update else ''}"
+
+    def _describe_lanes(self) -> str:
+        """How long computing and each link are occupied, and what is sent."""
+        parts = [f"{format_bytes(self.sent_bytes)} sent"]
+        if self.step_us:
+            parts += [
+                f"{lane} {busy / 1e6:.1f} ms, idle {self.times.idle_share(lane):.0%}"
+                for lane, busy in self.times.busy_ns.items()
+            ]
+            parts.append(f"a step {self.step_us / 1e3:.1f} ms")
+        return f"lanes: {'; '.join(parts)}"
 
     def _describe_arena(self) -> str:
         """What share of the bytes that operations make is in the arena, and which operations make the others."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from undertow.ir.operation import Operation
 from undertow.ir.pytorch import operation_of
+from undertow.ir.types import OpaqueType
 from undertow.ir.values import Value, map_values, values_in
 
 
@@ -147,6 +148,11 @@ class Gradient:
 
     input: Value
     value: Value | None
+
+    @property
+    def is_in_rows(self) -> bool:
+        """Whether it is a sparse tensor: some rows of a table, how many is known only at run time."""
+        return self.value is not None and isinstance(self.value.type, OpaqueType)
 
 
 @dataclass(frozen=True, eq=False)

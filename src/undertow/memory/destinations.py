@@ -17,6 +17,8 @@ def find_movable(program: Program, lifetimes: Lifetimes) -> set[Value]:
     """The roots that a plan may place: made and freed in one call, by operations that can be told where to write."""
     if program.cotangents:  # between the two passes anything may run, another forward pass among them
         return set()
+    if any(node.operation.pauses for node in program.nodes):  # where it pauses, other shards run
+        return set()
     # Custom Functions may keep references to what they read, and a gradient that is handed over is the user's.
     referenced = {
         lifetimes.root[value]

@@ -4,8 +4,9 @@
     sum_by_code(ct, codes, num)    s_k = the sum of ct_i over all i with codes_i = k + 1
 
 Each is the other's derivative: a shared value gets the sum of its weights' gradients (Han, Mao & Dally 2016). Codes are
-integers in the shape of the weights, uint8 where that is enough. Sums are made in float64 and rounded once, in the
-order of the weights, so that they do not depend on threads.
+integers in the shape of the weights, uint8 where that is enough. Sums are made in float64 and rounded once: on the CPU
+in the order of the weights, so that they do not depend on threads, on a GPU code by code, since adding many weights to
+a few places at once would take turns, in no fixed order.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def _sum_by_code(ct: Tensor, codes: Tensor, num: int) -> Tensor:
         sums = torch.zeros(num, dtype=torch.float64)
         _sum_loop(ct.detach().contiguous().view(-1).numpy(), codes.contiguous().view(-1).numpy(), sums.numpy())
         return sums.to(ct.dtype)
-    sums = torch.zeros(num + 1, dtype=torch.float64, device=ct.device)
-    sums.index_add_(0, codes.reshape(-1).to(torch.int32), ct.reshape(-1).double())
-    return sums[1:].to(ct.dtype)
+    zero = ct.new_zeros(())
+    parts = [torch.where(codes == code, ct, zero).sum(dtype=torch.float64) for code in range(1, num + 1)]
+    return torch.stack(parts).to(ct.dtype) if parts else ct.new_zeros(0)
 
 
 _library = torch.library.Library("undertow", "DEF")  # noqa: TOR901  it lives as long as the process

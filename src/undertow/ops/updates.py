@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,15 +26,17 @@ from undertow.ir.cost import Cost
 from undertow.ir.live import Live
 from undertow.ir.operation import Operation, Parts, operation_maker, register_operation
 from undertow.ops.one_pass_updates import is_known, step_in_one_pass
+from undertow.ops.sending import SendGradients
 
-SEPARABLE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+ELEMENTWISE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+SEPARABLE_OPTIMIZERS = (*ELEMENTWISE_OPTIMIZERS, torch.optim.Adagrad, torch.optim.SparseAdam)
 OPTIMIZER = Live("optimizer")
 LATER_STEP = Live("later step")  # a LaterStep
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
     """Whether no parameter's update depends on other parameters; of subclasses this is not known."""
-    return type(optimizer) in SEPARABLE_OPTIMIZERS
+    return type(optimizer) in (*SEPARABLE_OPTIMIZERS, SendGradients)
 
 
 def gradient_chain(parameter: Value) -> str:
@@ -55,13 +58,13 @@ def update_parameter(kind: str, settings: str, needs_cpu: bool) -> Operation:
     reason = f"{kind} counts its steps on the CPU; make it with capturable=True" if needs_cpu else None
     return Operation(
         f"update_{kind.lower()}",
-        _update_parameter,
+        update_with,
         writes=lambda node: (node.args[2],),
         must_run=True,
         chains=lambda node: (gradient_chain(node.args[2]),),
         can_repeat=False,
         settings=settings,
-        rehearse=_rehearse_update,
+        rehearse=rehearse_update,
         assumed_workspace=lambda node: 0,
         why_not_captured=lambda node: reason,
     )
@@ -72,30 +75,31 @@ def update_by(optimizer: torch.optim.Optimizer, group_index: int) -> Operation:
     group = optimizer.param_groups[group_index]
     passes = "one pass " if is_known(group, type(optimizer)) else ""
     needs_cpu = not isinstance(optimizer, torch.optim.SGD) and not group.get("capturable")
-    return update_parameter(type(optimizer).__name__, passes + _settings(optimizer, group_index), needs_cpu)
+    return update_parameter(type(optimizer).__name__, passes + settings_of(optimizer, group_index), needs_cpu)
 
 
-def _update_parameter(
+def update_with(
     optimizer: torch.optim.Optimizer,
     group_index: int,
     parameter: torch.nn.Parameter,
     gradient: torch.Tensor,
     assigned: torch.Tensor | None = None,
 ) -> None:
+    """Let the optimizer update one parameter of a group, which first gets the value that was assigned to it."""
     if assigned is not None:
-        _assign(parameter, assigned)
+        assign(parameter, assigned)
     if not step_in_one_pass(optimizer, group_index, parameter, gradient):
-        _step(optimizer, group_index, [parameter], [gradient])
+        step_alone(optimizer, group_index, [parameter], [gradient])
 
 
-def _rehearse_update(
+def rehearse_update(
     optimizer: torch.optim.Optimizer, group_index: int, parameter: torch.Tensor, gradient: torch.Tensor, *_: Any
 ) -> Callable[[], Any]:
     """A call that costs as much as the update, on a made-up parameter."""
     twin = torch.nn.Parameter(parameter)
-    double = _double(optimizer, group_index, [twin])
-    _step(double, 0, [twin], [gradient])  # makes the state, which is not part of the cost
-    return lambda: _update_parameter(double, 0, twin, gradient)
+    double = double_of(optimizer, group_index, [twin])
+    step_alone(double, 0, [twin], [gradient])  # makes the state, which is not part of the cost
+    return lambda: update_with(double, 0, twin, gradient)
 
 
 def _deliver_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor, is_added_up: bool) -> None:
@@ -133,6 +137,9 @@ class LaterStep:
     optimizer: torch.optim.Optimizer
     num_calls: int = 0
     norm: torch.Tensor | None = None
+    count_call: Callable[[], int] | None = None  # where workers add to one gradient, over all of them
+    keeps_sums: bool = False  # gradients are set to 0 where they lie
+    locked: Callable[[], AbstractContextManager[None]] = nullcontext
     clip: Callable[[Iterable[torch.Tensor], float], torch.Tensor] = torch.nn.utils.clip_grad_norm_
 
 
@@ -169,17 +176,22 @@ def _step_afterwards(
     assignments: tuple[tuple[torch.Tensor, torch.Tensor], ...],
 ) -> None:
     for parameter, value in assignments:
-        _assign(parameter, value)
-    later.num_calls += 1
+        assign(parameter, value)
+    later.num_calls = later.num_calls + 1 if later.count_call is None else later.count_call()
     if later.num_calls % accumulate:
         return
+    with later.locked():
+        _step_now(later, clip_norm)
+
+
+def _step_now(later: LaterStep, clip_norm: float | None) -> None:
     if clip_norm is not None:
         # In the model's order: a norm is a sum, and its last bit depends on the order.
         norm = later.clip(later.model.parameters(), clip_norm)
         assert later.norm is not None
         later.norm.copy_(norm)
     later.optimizer.step()
-    later.optimizer.zero_grad(set_to_none=True)
+    later.optimizer.zero_grad(set_to_none=not later.keeps_sums)
 
 
 def _parts_of_step(node: Node, live: Mapping[str, Any]) -> Parts:
@@ -194,7 +206,7 @@ def _parts_of_step(node: Node, live: Mapping[str, Any]) -> Parts:
     for index, group in enumerate(optimizer.param_groups):
         values = [Value("parameter", TensorType.of(parameter)) for parameter in group["params"]]
         rows = [(value,) for value in values] if group.get("foreach") else [(values[0],), *pairwise(values)]
-        operation = rehearsed_updates(type(optimizer).__name__, _settings(optimizer, index))
+        operation = rehearsed_updates(type(optimizer).__name__, settings_of(optimizer, index))
         nodes += [Node(operation, (LATER_STEP, index, row), {}, (), Origin()) for row in rows]
 
     def combine(costs: Sequence[Cost]) -> Cost:
@@ -218,17 +230,18 @@ def _never_run(*args: Any) -> None:
 def _rehearse_updates(later: LaterStep, group_index: int, parameters: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
     gradients = [torch.ones_like(parameter) for parameter in parameters]
     twins = [torch.nn.Parameter(parameter) for parameter in parameters]
-    double = _double(later.optimizer, group_index, twins)
-    _step(double, 0, twins, gradients)  # makes the state, which is not part of the cost
-    return lambda: _step(double, 0, twins, gradients)
+    double = double_of(later.optimizer, group_index, twins)
+    step_alone(double, 0, twins, gradients)  # makes the state, which is not part of the cost
+    return lambda: step_alone(double, 0, twins, gradients)
 
 
-def _assign(parameter: torch.Tensor, value: torch.Tensor) -> None:
+def assign(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a parameter the value that the forward pass assigned to it."""
     with torch.no_grad():
         parameter.copy_(value)
 
 
-def _settings(optimizer: torch.optim.Optimizer, group_index: int) -> str:
+def settings_of(optimizer: torch.optim.Optimizer, group_index: int) -> str:
     """The settings that kernels depend on: switches, and whether a number is zero."""
     group = optimizer.param_groups[group_index]
     return f"[{', '.join(f'{name}={_as_switch(item)}' for name, item in sorted(group.items()) if name != 'params')}]"
@@ -242,12 +255,13 @@ def _as_switch(setting: Any) -> str:
     return str(setting) if isinstance(setting, bool | str | None) else type(setting).__name__
 
 
-def _step(
+def step_alone(
     optimizer: torch.optim.Optimizer,
     group_index: int,
     parameters: Sequence[torch.nn.Parameter],
     gradients: Sequence[torch.Tensor],
 ) -> None:
+    """The optimizer's own step, on some parameters of a group with these gradients."""
     single = copy.copy(optimizer)
     single.param_groups = [{**optimizer.param_groups[group_index], "params": list(parameters)}]
     # The user's hooks belong to a whole step and run once around it.
@@ -263,9 +277,11 @@ def _step(
             parameter.grad = gradient_before
 
 
-def _double(optimizer: torch.optim.Optimizer, group_index: int, parameters: list[torch.nn.Parameter]) -> Any:
+def double_of(optimizer: torch.optim.Optimizer, group_index: int, parameters: list[torch.nn.Parameter]) -> Any:
     """An optimizer with the settings of a group, other parameters and no state."""
     double = copy.copy(optimizer)
     double.state = type(optimizer.state)(dict)
     double.param_groups = [{**optimizer.param_groups[group_index], "params": parameters}]
+    if isinstance(optimizer, torch.optim.Adagrad):  # it makes its state when it is made, not when it first steps
+        double.state.update(torch.optim.Adagrad(parameters).state)
     return double

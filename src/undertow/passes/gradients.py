@@ -26,6 +26,8 @@ def lay_out_gradients(program: Program, *, is_fast: bool) -> Program:
     leaves = _leaves(program)
 
     def lies_otherwise(item: Gradient, value: Value) -> bool:
+        if item.is_in_rows:
+            return False
         has_own_strides = is_fast and value.tensor_type.strides != item.input.tensor_type.packed.strides
         is_copied = has_own_strides or _is_copied_for_layout(item.input.tensor_type, value.tensor_type)
         return item.input in leaves and is_copied
@@ -39,11 +41,12 @@ def part_gradients(program: Program, is_kept: Callable[[Gradient], bool] = lambd
     A change in place of one, such as clipping, must not change the other.
     """
     leaves = _leaves(program)
-    others = [item.value for item in program.gradients if item.value is not None and item.input not in leaves]
+    own = (item for item in program.gradients if not item.is_in_rows)  # those in rows have memory of their own
+    others = [item.value for item in own if item.value is not None and item.input not in leaves]
     given = [_find_span(program, value) for value in others]
 
     def is_given(item: Gradient, value: Value) -> bool:
-        if item.input not in leaves:
+        if item.input not in leaves or item.is_in_rows:
             return False
         span = _find_span(program, value)
         if is_kept(item) and any(map(span.overlaps, given)):

@@ -23,10 +23,14 @@ from undertow.ir.operation import Operation
 from undertow.ir.program import Gradient, InputKind, Update
 from undertow.ir.pytorch import operation_of
 from undertow.ops.communication import Link
+from undertow.ops.own_parts import OwnParts
 from undertow.ops.shards import KEEP_GRADIENT, KEEP_RECORD, SHARDS, SHARE, USE_RECORDS, Found, Shards, add_gradients
-from undertow.passes.reduction import gather_records, reduce_gradients
+from undertow.passes.gathering import describe_buckets, gather_parameters, keep_own_elements
+from undertow.passes.own_parts import Updating, update_own_parts, wait_for_parameters
+from undertow.passes.reduction import gather_records, plan_buckets, reduce_gradients
 from undertow.passes.updates import Use
 from undertow.ranks.tree import Span
+from undertow.terms import Terms
 
 aten = torch.ops.aten
 
@@ -43,13 +47,43 @@ class ShardPart:
     shards: Shards
     is_last: bool
     link: Link | None = None  # to the other ranks
+    is_staged: bool = False  # the Program is of one stage: what needs all gradients comes after all stages
 
-    def add_up_gradients(self, program: Program) -> Program:
+    def add_up_gradients(self, program: Program, terms: Terms) -> Program:
         """The Program whose gradients are sums over all shards, with the records of all shards at its end."""
         program, blocks = add_up_gradients(program, len(self.shards.tree.blocks(self.shards.held)))
         if self.link is None:
             return program
-        return gather_records(reduce_gradients(program, blocks, self.link))
+        is_even = len(set(self.shards.shares)) == 1
+        plan_buckets(program, blocks, self.link, terms, is_even)
+        return gather_records(reduce_gradients(program, blocks, self.link, is_even), self.link)
+
+    def read_parameters(self, program: Program) -> Program:
+        """The Program that gathers divided parameters, and waits for others that may still be on their way."""
+        if self.link is None or self.own is None:
+            return program
+        program = gather_parameters(program, self.link)
+        return wait_for_parameters(program, self.link) if self.own.is_late else program
+
+    def keep_own_elements(self, program: Program) -> Program:
+        """The Program whose inputs are the elements that this rank keeps."""
+        return program if self.link is None or self.own is None else keep_own_elements(program, self.link)
+
+    def describe_buckets(self, program: Program) -> tuple[str, ...]:
+        """Which parameters are divided, where some are."""
+        return () if self.link is None or self.own is None else describe_buckets(program, self.link)
+
+    def update_own_parts(self, program: Program, updating: Updating, terms: Terms) -> Program:
+        """The same for a rank that updates its part alone: the gradients are used up."""
+        assert self.link is not None
+        program, blocks = add_up_gradients(program, len(self.shards.tree.blocks(self.shards.held)))
+        plan_buckets(program, blocks, self.link, terms, False)
+        return gather_records(update_own_parts(program, blocks, self.link, updating), self.link)
+
+    @property
+    def own(self) -> OwnParts | None:
+        """Which elements each rank updates, where the optimizer's state is divided."""
+        return None if self.link is None else self.link.own
 
     def use_records(self, program: Program) -> Program:
         """The Program that ends by bringing the buffers up to date, and returns the loss of the whole batch."""
@@ -175,6 +209,11 @@ def _statistics_of(node: Node) -> tuple[list[int], int] | None:
     if momentum is None or any(name not in names for name in _STATISTICS):
         return None
     return [names.index(name) for name in _STATISTICS], momentum
+
+
+def is_batch_norm(node: Node) -> bool:
+    """Whether it is a batch normalisation that finds running statistics."""
+    return _statistics_of(node) is not None
 
 
 def _without_history(node: Node, buffers: Mapping[Value, Value]) -> list[Node]:

@@ -17,6 +17,7 @@ import torch
 from undertow.ir import Gradient, Node, Operation, Origin, Phase, Program, Value
 from undertow.ir.pytorch import operation_of
 from undertow.memory.lifetimes import find_lifetimes
+from undertow.ops.row_gradients import ADD_ROWS
 from undertow.passes.gradients import part_gradients
 
 aten = torch.ops.aten
@@ -40,6 +41,7 @@ class Use:
     after: tuple[Any, ...] = ()
     looked_at: tuple[Operation, tuple[Any, ...]] | None = None
     followed_by: tuple[Operation, tuple[Any, ...]] | None = None
+    chain: Sequence[Node] = ()  # the nodes that make a gradient in rows, where the operation does so itself
 
 
 @dataclass(frozen=True)
@@ -58,22 +60,25 @@ def add_updates(
 ) -> Program:
     """Append what `use_of(gradient)` says for each gradient. `seed_by` makes the cotangent of the loss.
 
-    An operation that overwrites its parameter also gets the value that the forward pass itself gave to it, if any.
+    An operation that overwrites its parameter also gets the value that the forward pass itself gave to it, if any. One
+    that updates rows gets what the gradient in rows is made from, and not the gradient.
     `at_end` is an operation on all differentiated inputs and on the gradients that are not consumed: the last to run.
     """
-    program = part_gradients(program, lambda item: not use_of(item).is_consumed)
-    (seed,) = program.cotangents
-    loss = next(value for value in program.outputs if value.name == seed.path)
-    first = Node(seed_by[0], (loss, *seed_by[1]), {}, (seed.value,), Origin(), Phase.BACKWARD)
-    nodes = [*program.first_pass, first, *program.second_pass]
+    program = seed_loss(part_gradients(program, lambda item: not use_of(item).is_consumed), seed_by)
+    nodes = program.nodes
     gradients = [item for item in program.gradients if item.value is not None]
     updates: dict[int, list[Node]] = {}
+    inside: set[Node] = set()  # what updates do themselves
     roots = find_lifetimes(replace(program, nodes=tuple(nodes), boundary=len(nodes))).root
     ready = _find_ready(roots, nodes, gradients)
     assigned = {update.input: update.value for update in program.updates}
     for item in gradients:
         use = use_of(item)
-        args = (*use.before, item.input, item.value, *use.after)
+        given: Any = item.value
+        if use.chain:
+            given = tuple(node.args for node in use.chain if node.operation is not ADD_ROWS)
+            inside.update(use.chain)
+        args = (*use.before, item.input, given, *use.after)
         if use.overwrites and item.input in assigned:
             args = (*args, assigned.pop(item.input))
         origin, at_once = Origin(item.input.name), updates.setdefault(ready[item.input], [])
@@ -85,7 +90,7 @@ def add_updates(
             at_once += _following(item, use)
     woven: list[Node] = []
     for position, node in enumerate(nodes):
-        woven += [node, *updates.get(position, ())]
+        woven += [*(() if node in inside else (node,)), *updates.get(position, ())]
     held = tuple(item for item in gradients if not use_of(item).is_consumed)
     if at_end is not None:
         written = tuple((item.input, assigned.pop(item.input)) for item in gradients if item.input in assigned)
@@ -97,11 +102,20 @@ def add_updates(
         program,
         nodes=tuple(woven),
         boundary=len(woven),
-        cotangents=(),
-        seed=seed.value,
         gradients=held,
         updates=tuple(update for update in program.updates if update.input in assigned),
     )
+
+
+def seed_loss(program: Program, seed_by: Seed) -> Program:
+    """The Program that makes the cotangent of its loss itself; one that does so already stays as it is."""
+    if not program.cotangents:
+        return program
+    (seed,) = program.cotangents
+    loss = next(value for value in program.outputs if value.name == seed.path)
+    first = Node(seed_by[0], (loss, *seed_by[1]), {}, (seed.value,), Origin(), Phase.BACKWARD)
+    nodes = (*program.first_pass, first, *program.second_pass)
+    return replace(program, nodes=nodes, cotangents=(), seed=seed.value)
 
 
 def _following(item: Gradient, use: Use) -> list[Node]:

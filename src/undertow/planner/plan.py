@@ -17,6 +17,7 @@ from undertow.ir.cost import Cost
 from undertow.memory.tables import make_plan
 from undertow.planner.bounds import lower_bound_time
 from undertow.planner.curve import Curve, find_curve
+from undertow.planner.lane_bound import bound_of_links
 from undertow.planner.problem import Problem, make_problem
 from undertow.planner.rebuild import rebuild
 from undertow.planner.search import Solution
@@ -41,7 +42,7 @@ class Planner:
             plan = self.realise(point, budget_bytes)
             # What runs may need more bytes than the search counted. The next point is slower and smaller.
             if budget_bytes is None or plan.peak_bytes <= budget_bytes:
-                return self.with_bound(plan, point.time)
+                return self.with_bound(plan)
         return None
 
     @cached_property
@@ -66,12 +67,15 @@ class Planner:
             has_measured_costs=self.has_measured_costs,
         )
 
-    def with_bound(self, plan: Plan, time_ns: int) -> Plan:
+    def with_bound(self, plan: Plan) -> Plan:
         """The plan with what is proved about it. The bound is a linear program, solved only for the chosen plan."""
         most_bytes = (plan.budget_bytes or plan.peak_bytes) + self.problem.overcounted_bytes
-        bound = lower_bound_time(self.problem.instance, most_bytes, False).amount
+        durations = self.problem.instance.duration.copy()
+        durations[list(self.problem.sent)] = 0  # of computing, beside which links go on
+        computing = lower_bound_time(replace(self.problem.instance, duration=durations), most_bytes, False).amount
+        bound = max(computing, bound_of_links(self.problem))
         outcome = Outcome.FEASIBLE if self.curve.is_complete else Outcome.TIMED_OUT
-        if time_ns <= bound * (1 + PROVED):
+        if plan.times.step_ns <= bound * (1 + PROVED):
             outcome = Outcome.OPTIMAL
         if plan.budget_bytes is None:
             outcome = Outcome.UNCONSTRAINED

@@ -11,18 +11,19 @@ kind destroys, so that nothing is computed again from it afterwards.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from undertow.alternatives.registry import Alternative, Role
 from undertow.ir import Node, Program, Value
 from undertow.ir.cost import Cost
-from undertow.ir.operation import REVERSIBLE
+from undertow.ir.operation import COMPUTING, REVERSIBLE
 from undertow.memory.lifetimes import find_lifetimes, is_dense
 from undertow.memory.reuse import in_place_operation
 from undertow.ops.own import GENERATOR_STATE_BYTES
 from undertow.planner.instance import Instance, make_instance
 
+EFFECT = "effect"  # the name of a storage of no size begins with it: that something in a chain was started
 BOUNDARY = -1  # between the passes: the user's code takes the outputs and brings the cotangents
 
 
@@ -45,6 +46,9 @@ class Problem:
     # The Instance counts the generator's state with every draw. The rebuilt Program records the state only if the draw
     # is repeated. So a peak of the Instance may lie above the plan's peak by this much.
     overcounted_bytes: int
+    # Kinds that are sent, with the link and for how long they occupy it. Computing goes on meanwhile, so those that run
+    # once have a duration of 0 in the Instance.
+    sent: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
 
 def make_problem(
@@ -94,9 +98,14 @@ class _Builder:
         targets.update(self.crossed)
         targets.update(self.last_of_chain.values())
         reads, writes, destroys, costs, repeats, reuse = zip(*self.rows, strict=True)
+        lanes = [self._link_of(kind) for kind in self.kinds]
         instance = make_instance(
             self.sizes,
-            [cost.duration_ns for cost in costs],
+            # What is sent once goes on beside computing. What may be sent again has its price, or it always would be.
+            [
+                0 if lane and not can_repeat else cost.duration_ns
+                for lane, cost, can_repeat in zip(lanes, costs, repeats, strict=True)
+            ],
             reads,
             writes,
             workspace_bytes=[cost.workspace_bytes for cost in costs],
@@ -110,7 +119,18 @@ class _Builder:
         )
         has_draws = any(node.operation.is_random for node in self.program.nodes)
         overcounted_bytes = GENERATOR_STATE_BYTES if has_draws else 0
-        return Problem(self.program, instance, tuple(self.kinds), tuple(map(str, self.index)), overcounted_bytes)
+        sent = {
+            place: (lane, cost.duration_ns) for place, (lane, cost) in enumerate(zip(lanes, costs, strict=True)) if lane
+        }
+        storages = tuple(map(str, self.index))
+        return Problem(self.program, instance, tuple(self.kinds), storages, overcounted_bytes, sent)
+
+    def _link_of(self, kind: Kind) -> str:
+        """The link that a kind occupies; empty where it computes."""
+        if kind.node == BOUNDARY or kind.alternative is not None:
+            return ""
+        lane = self.program.nodes[kind.node].operation.lane
+        return "" if lane == COMPUTING else lane
 
     def _value(self, key: Value | str, num_bytes: int) -> int:
         if key not in self.index:
@@ -135,7 +155,7 @@ class _Builder:
         chains = operation.chains(node)
         if chains:
             before = self._before(chains)
-            token = self._value(f"effect {position}", 0)
+            token = self._value(f"{EFFECT} {position}", 0)
             writes.append(token)
             reads += [item for item in before if item not in reads]
             self.last_of_chain.update(dict.fromkeys(chains, token))
@@ -237,4 +257,4 @@ def _overwritten_inputs(program: Program) -> list[Value]:
     return list(dict.fromkeys(found))
 
 
-__all__ = ["BOUNDARY", "Kind", "Problem", "Role", "make_problem"]
+__all__ = ["BOUNDARY", "EFFECT", "Kind", "Problem", "Role", "make_problem"]

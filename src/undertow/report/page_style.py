@@ -50,6 +50,8 @@ stroke-width:4px;stroke-linejoin:round}
 .test-point{fill:var(--recomputed)}.key-train{background:var(--optimizer)}.key-test{background:var(--recomputed)}
 .best{stroke:var(--soft);stroke-dasharray:1 4;fill:none}
 .cell.right{fill:var(--kept)}.cell.wrong{fill:var(--recomputed)}svg .count{fill:var(--ink)}
+.lane-computing{fill:var(--kept);background:var(--kept)}.lane-waiting{fill:var(--batch);background:var(--batch)}
+.lane-sending{fill:var(--recomputed);background:var(--recomputed);fill-opacity:.62}
 .here{fill:var(--recomputed);stroke:var(--raised);stroke-width:2}
 .measured{fill:var(--raised);stroke:var(--recomputed);stroke-width:2.5}
 .legend{display:flex;flex-wrap:wrap;gap:4px 20px;list-style:none;margin:12px 6px 0;padding:0;font-size:13px;

@@ -15,7 +15,7 @@ import torch
 
 from undertow.errors import InfeasibleBudget, WayOut
 from undertow.ir import InputKind, format_bytes
-from undertow.ops.updates import SEPARABLE_OPTIMIZERS
+from undertow.ops.updates import ELEMENTWISE_OPTIMIZERS
 from undertow.planner.plan import Planner
 from undertow.report.columns import align, wrap
 from undertow.report.page import render_page, section
@@ -67,7 +67,7 @@ def _ways_out(timeline: Timeline, other_bits: int | None) -> list[WayOut]:
     if state := least.held.get("optimizer state", 0):
         ways.append(WayOut("an optimizer without state", least.peak_bytes - state))
     if Role.GRADIENT in timeline.roles.values() and not state:
-        names = ", ".join(kind.__name__ for kind in SEPARABLE_OPTIMIZERS)
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE_OPTIMIZERS)
         change = (
             f"ut.train_step with an optimizer ({names}; SGD has no state) and neither clip_norm nor accumulate, which "
             f"updates inside the backward pass"

@@ -22,6 +22,8 @@ from undertow.report.page_tables import (
     measured_table,
     peak_table,
 )
+from undertow.report.rank_picture import MAX_SHOWN, ranks_figure
+from undertow.report.rank_times import StepOfRanks
 from undertow.report.reasons import find_decisions
 from undertow.report.run_confusion import Matrix, confusion_figure
 from undertow.report.run_curves import HEIGHT, LOW_HEIGHT, Evaluated, Points, draw_run_curve, evaluation_table
@@ -50,6 +52,7 @@ class RunView:
     held_bytes: int  # part of the budget that the step's plan does not have
     measured: Measured | None  # of the step
     process_bytes: int | None
+    ranks: StepOfRanks | None = None  # a step over ranks that was recorded
 
 
 def render_run_page(view: RunView, plan: Plan) -> str:
@@ -67,6 +70,7 @@ def render_run_page(view: RunView, plan: Plan) -> str:
         f'<header><h1>{escape(view.title)}</h1><p class="verdict"><b class="{kind}">{mark}</b> '
         f"{escape(view.verdict)}</p>{tile_list(tiles)}</header>\n",
         _curves(view),
+        "" if view.ranks is None else _ranks_section(view.ranks),
         memory_section(plan, timeline, picture),
         section("Predicted and measured", measured_table(plan, view.measured, view.process_bytes), _held_note(view)),
         section("At the peak", peak_table(plan, decisions.peak), largest_table(decisions.peak)),
@@ -77,6 +81,14 @@ def render_run_page(view: RunView, plan: Plan) -> str:
     page = document(view.title, "".join(sections), moments_of(plan, timeline, picture))
     # A file name may contain bytes that are not text; the page must be written all the same.
     return page.encode("utf-8", "replace").decode("utf-8")
+
+
+def _ranks_section(step: StepOfRanks) -> str:
+    number = len(step.measured)
+    note = f"One step of {number} ranks. {step.limit[0].upper()}{step.limit[1:]}."
+    if number > MAX_SHOWN:
+        note += f" The first {MAX_SHOWN} ranks are drawn."
+    return section("A step over the ranks", f'<p class="note">{escape(note)}</p>', ranks_figure(step))
 
 
 def _held_note(view: RunView) -> str:

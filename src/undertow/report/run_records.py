@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+from undertow.report.rank_times import StepOfRanks, read_step_of_ranks
 from undertow.report.run_confusion import MAX_CLASSES
 from undertow.report.run_curves import Evaluated, Points
 
-VALIDATION, TEST = "validation", "test"
+VALIDATION, TEST, RANKS = "validation", "test", "ranks"
 KNOWN = ("step", "kind", "loss", "accuracy", "train_loss", "epoch", "confusion")
 CURVES = (("Learning rate", "lr"), ("Norm of the gradients", "gradient_norm"))
 
@@ -54,6 +55,12 @@ class RunRecords:
         shown = [f"loss {line['loss']:.4f}"]
         shown += [f"accuracy {line['accuracy']:.2%}"] if is_number(line.get("accuracy")) else []
         return ", ".join([*shown, *(f"{name} {value:.4g}" for name, value in _metrics(line).items())])
+
+    @property
+    def ranks(self) -> StepOfRanks | None:
+        """The step over ranks that was recorded last."""
+        found = (read_step_of_ranks(line.get(RANKS)) for line in reversed(list(self._of(RANKS))))
+        return next((step for step in found if step is not None), None)
 
     def curve(self, kind: str, name: str) -> Points:
         """A number of each record of a kind, at its step."""

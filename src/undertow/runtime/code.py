@@ -3,6 +3,8 @@
 The forward pass is one function. The backward pass is cut into segments. Each ends where gradients are complete, so
 that they can be handed to autograd at once. Values that one function makes and another reads wait in `slots`, a list.
 After them in that list come the tensors of the arena, into which operations write the values that have an offset.
+
+A pass that pauses is a generator: its values wait in its variables until it goes on.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 
+from undertow.doing import MARK, STEP_FILE, STEP_SOURCE
 from undertow.ir import Gradient, Live, Node, Program, Value
 from undertow.ir.pytorch import operation_of
 from undertow.memory.lifetimes import find_lifetimes
@@ -94,7 +97,7 @@ class _Writer:
             results = tuple(gradient.value for gradient in gradients if gradient.value is not None)
             sources.append(self._write_function(f"backward_{index}", index, nodes, results))
         source, code = _compile("\n".join(sources))
-        namespace = dict(self.constants)
+        namespace = {STEP_SOURCE: source, **self.constants}
         exec(code, namespace)
         segments = tuple(
             Segment(namespace[f"backward_{index}"], gradients, self._read_inputs(nodes, gradients))
@@ -107,7 +110,10 @@ class _Writer:
         """Stretches of backward nodes, each with the gradients that are complete at its end and not read after it.
 
         Autograd would copy a tensor that something else still holds, and hooks may change the tensor that they get.
+        What pauses hands its gradients over by itself, and autograd gets none.
         """
+        if any(node.operation.pauses for node in self.program.nodes):
+            return []
         last_use = {
             self.roots[value]: index
             for index, node in enumerate(self.program.second_pass)
@@ -181,7 +187,9 @@ class _Writer:
                 load(value)
             if node in self.rooms:
                 lines.append(f"{self._constant(self.rooms[node])}()")
-            lines.append(self._write_node(node, is_backward=index > 0))
+            lines.append(
+                f"{self._write_node(node, is_backward=index > 0)}{MARK}{node.phase.value} {node.operation.name}"
+            )
             for value in dict.fromkeys(node.inputs):
                 if last_read[value] == position and value not in ends:
                     drop(value)
@@ -197,6 +205,8 @@ class _Writer:
 
     def _write_node(self, node: Node, is_backward: bool) -> str:
         operation = node.operation
+        if operation.pauses:
+            return "yield"
         if is_backward and node.target in ON_ANY_STRIDES:
             operation = operation_of(ON_ANY_STRIDES[node.target])
         arguments = [self._write_argument(argument) for argument in node.args]
@@ -267,7 +277,7 @@ class _Writer:
 @lru_cache(maxsize=256)
 def _compile(source: str) -> tuple[str, CodeType]:
     """The code of a text, and the text as it was first met. Steps of other lengths have the same text."""
-    return source, compile(source, "<undertow step>", "exec")
+    return source, compile(source, STEP_FILE, "exec")
 
 
 def _is_sizes(argument: Sequence[Any]) -> bool:

@@ -10,6 +10,7 @@ moment, and the same call goes on from its last whole round to the same bytes.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from undertow.shrink.retraining import Stopped, Trainer
 from undertow.shrink.search import Search
 from undertow.shrink.settings import OPTIMIZERS, Settings
 from undertow.shrink.state import DONE, State, resume_state, save_state
+from undertow.shrink.time_limit import TimeLimit
 from undertow.train.diagnosis import are_finite
 from undertow.train.evaluation import Evaluation, Evaluator, evaluating
 from undertow.train.feeding import Feed
@@ -61,17 +63,19 @@ def compress(
     budget: int | str | None = None,
     checkpoint: str | Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    time_limit_s: float = math.inf,
 ) -> Compressed:
     """Prune, retrain, share and code a trained model; the smallest result that loses at most `max_loss`.
 
     `train`, `validation` and `test` are loaders, or lists, of batches as `undertow train` reads them: pairs of inputs
     and targets, or dicts. `max_loss` is in percentage points of accuracy on the validation data; where there are no
     labels, in percent of the loss. `epochs` are those of each round. If the accuracy cannot be kept, the result is the
-    best that could, and `is_accuracy_kept` is False.
+    best that could, and `is_accuracy_kept` is False. With `time_limit_s` the search ends with what it has found.
     """
     settings = Settings(max_loss, coder, epochs, lr, optimizer, distill, seed, numerics, budget)
     path = None if checkpoint is None else Path(checkpoint)
-    return shrink(model, Parts(train, validation, test), make_objective(loss), settings, path, {}, progress)
+    parts, limit = Parts(train, validation, test), TimeLimit(time_limit_s)
+    return shrink(model, parts, make_objective(loss), settings, path, {}, progress, limit)
 
 
 def shrink(
@@ -82,6 +86,7 @@ def shrink(
     path: Path | None,
     metadata: dict[str, Any],
     say: Callable[[str], None],
+    limit: TimeLimit,
 ) -> Compressed:
     """The whole search. A signal raises Stopped, after the state was saved; Ctrl-C raises KeyboardInterrupt."""
     device = check_model(model)
@@ -92,7 +97,7 @@ def shrink(
     validation = Feed(parts.validation, settings.seed)
     weights = hash_tensors(model.state_dict())
     state = State(settings.to_dict(), weights) if path is None else resume_state(path, settings.to_dict(), weights)
-    first = _first_batch(parts.train, settings.seed, objective)
+    first = _first_batch(parts.train, settings.seed, objective).map_tensors(lambda tensor: tensor.to(device))
     is_classified = _has_classes(dense, objective, first)
     found = dense.evaluate(validation.batches(0, 0), "validation")
     state.dense_score = score_of(found)
@@ -110,7 +115,7 @@ def shrink(
             objective,
             Feed(parts.train, settings.seed),
             device,
-            dense if is_classified else None,
+            Evaluator(model, objective, device, settings.numerics) if is_classified else None,
             settings.distill,
             OPTIMIZERS[settings.optimizer],
             settings.numerics,
@@ -128,10 +133,14 @@ def shrink(
             say,
         )
         try:
-            while state.kind != DONE:
-                search.run_round(state)
-                if path is not None:
-                    save_state(path, state)
+            while True:
+                limit.end_what_does_not_fit(state)
+                if state.kind == DONE:
+                    break
+                with limit.timing(state.kind):
+                    search.run_round(state)
+                    if path is not None:
+                        save_state(path, state)
         except Stopped:
             if interrupts.reason == INTERRUPTED and path is None:
                 raise KeyboardInterrupt from None

@@ -34,7 +34,7 @@ def find_prunable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def keep_all(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Masks that remove nothing."""
-    return {name: torch.ones(item.shape, dtype=torch.bool, device=item.device) for name, item in parameters.items()}
+    return {name: torch.ones_like(item, dtype=torch.bool, requires_grad=False) for name, item in parameters.items()}
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def choose_again(
     for name, parameter in masks.parameters.items():
         kept = scores[name] > threshold
         if not kept.any():
-            kept.view(-1)[wholes[name].abs().argmax()] = True
+            kept[torch.unravel_index(wholes[name].abs().argmax(), kept.shape)] = True
         whole = wholes[name]
         masks.hidden[name].copy_(whole)
         masks.kept[name].copy_(kept)

@@ -9,6 +9,7 @@ can be repeated.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +23,11 @@ from undertow.errors import NotFinite
 from undertow.ops.projection import Masks
 from undertow.shrink.norms import folded_norms
 from undertow.train.batches import Batch
-from undertow.train.devices import Batches
+from undertow.train.devices import NUM_AHEAD, Arriving, Batches
 from undertow.train.evaluation import Evaluator
 from undertow.train.feeding import Feed
 from undertow.train.objective import Objective
+from undertow.train.optimizing import on_gpu, set_learning_rates
 
 _TEMPERATURE = 3.0
 _LAST_SHARE = 0.01  # of the learning rate, at the end
@@ -46,7 +48,7 @@ class Trainer:
     device: torch.device
     teacher: Evaluator | None
     distill: float = 0.5
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
+    optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
     numerics: str = "exact"
     budget: int | str | None = None
     should_stop: Callable[[], str] = lambda: ""
@@ -71,6 +73,7 @@ class Trainer:
         self._train_mode(network)
         optimizer, step = self._find_step(network, parameters, lr, masks)
         num_steps, done, total = max(len(self.feed) * num_epochs, 1), 0, 0.0
+        arriving: deque[Arriving] = deque()
         for epoch in range(first_epoch, first_epoch + num_epochs):
             total, num = 0.0, 0
             for batch in self._batches(epoch):
@@ -79,15 +82,17 @@ class Trainer:
                 if between is not None and done:
                     between(done / num_steps, optimizer)
                 falling = 0.5 + 0.5 * math.cos(math.pi * min(done / num_steps, 1.0))
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * (_LAST_SHARE + (1 - _LAST_SHARE) * falling)
+                rate = lr * (_LAST_SHARE + (1 - _LAST_SHARE) * falling)
+                set_learning_rates(optimizer, [rate] * len(optimizer.param_groups))
                 if step is None:
                     step = self._plan(network, optimizer, batch, masks)
                     self._last = network, optimizer, step
-                loss = float(step(*batch.call, **batch.kwargs))
-                if not math.isfinite(loss):
-                    raise NotFinite(f"the loss is {loss} while the network is retrained; lower the learning rate (lr)")
-                done, num, total = done + 1, num + 1, total + loss
+                arriving.append(Arriving([step(*batch.call, **batch.kwargs)]))
+                done, num = done + 1, num + 1
+                if len(arriving) > NUM_AHEAD[self.device.type]:
+                    total += _read_loss(arriving.popleft())
+            total += sum(map(_read_loss, arriving))
+            arriving.clear()
             total /= max(num, 1)
         return total
 
@@ -100,7 +105,10 @@ class Trainer:
             if known is network and step.training.masks is masks:
                 optimizer.state.clear()
                 return optimizer, step
-        return self.optimizer(parameters, lr=lr), None
+        options: dict[str, Any] = {"lr": lr}
+        if self.device.type == "cuda":
+            options = on_gpu(self.optimizer, options) | {"lr": torch.tensor(lr, device=self.device)}
+        return self.optimizer(parameters, **options), None
 
     def _plan(
         self, network: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, masks: Masks | None
@@ -140,6 +148,13 @@ class Trainer:
         *labels, taught = targets
         own = self.objective.training_loss(outputs, *labels)
         return (1 - self.distill) * own + self.distill * _distance(outputs, taught, self.objective.is_sequence)
+
+
+def _read_loss(arriving: Arriving) -> float:
+    (loss,) = arriving.read()
+    if not math.isfinite(loss):
+        raise NotFinite(f"the loss is {loss} while the network is retrained; lower the learning rate (lr)")
+    return loss
 
 
 def _distance(outputs: Tensor, taught: Tensor, is_sequence: bool) -> Tensor:

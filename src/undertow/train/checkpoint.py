@@ -1,7 +1,8 @@
 """The state of a run between two steps, as one file: weights, optimizer, generators, progress, costs.
 
 It is one file, so that a crash cannot leave two halves of different ages. It is a safetensors file; everything that is
-not a tensor is JSON in its metadata. A hash over all of it shows whether the file is damaged.
+not a tensor is JSON in its metadata. A hash over all of it shows whether the file is damaged. Several ranks write parts
+of the tensors beside it (`checkpoint_parts.py`), which it lists.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from typing import Any
 
 import torch
 
-from undertow.errors import DataError
+from undertow.errors import DataError, FolderError
 from undertow.hashing import hash_tensors
+from undertow.train.checkpoint_parts import delete_other_parts, divide_tensors, read_parts, write_part
 from undertow.train.devices import device_states, set_device_states
+from undertow.train.job import Job
 from undertow.train.weights import read_tensors, write_tensors
 
 FORMAT = "undertow checkpoint 1"
+FORMAT_IN_PARTS = "undertow checkpoint in parts 1"
 NUM_AVERAGED = "num_averaged"  # how many updates an average of weights has taken in
 MODEL, AVERAGE, OPTIMIZER, GENERATOR = "model/", "average/", "optimizer/", "generator/"
 
@@ -84,14 +88,14 @@ class Checkpoint:
 
 def collect_tensors(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer_state: Mapping[str, Any],
     average: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of a run, by name."""
+    """Every tensor of a run, by name. `optimizer_state` is the whole of it, as its `state_dict()`."""
     found = name_weights(model.state_dict())
     found |= {f"{AVERAGE}{name}": tensor for name, tensor in average.items()}
-    for index, state in optimizer.state_dict()["state"].items():
+    for index, state in optimizer_state["state"].items():
         found |= {
             f"{OPTIMIZER}{index}/{name}": torch.as_tensor(item) for name, item in state.items() if item is not None
         }
@@ -105,19 +109,55 @@ def name_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write the file. The previous one stays until this one is on the disk."""
-    state = json.dumps({"place": vars(checkpoint.progress), "about": checkpoint.about, "costs": checkpoint.costs})
+    state = _write_state(checkpoint)
     metadata = {"format": FORMAT, "state": state, "sha256": _digest(checkpoint.tensors, state)}
     write_tensors(path, checkpoint.tensors, metadata)
+
+
+def save_in_parts(path: Path, checkpoint: Checkpoint, job: Job) -> None:
+    """Write the checkpoint of a run, each rank a part; one process writes one file."""
+    if job.size == 1:
+        save_checkpoint(path, checkpoint)
+        delete_other_parts(path.parent, ())
+        return
+    # Generators differ from rank to rank: rank 0 evaluates, and nothing that is drawn for a step comes from them.
+    whole = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(GENERATOR)}
+    divided = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in whole and tensor.numel()}
+    whole |= {name: tensor for name, tensor in checkpoint.tensors.items() if not tensor.numel()}
+    file = write_part(path.parent, divided, divide_tensors(divided, job.size)[job.rank])
+    files = job.gather(file)
+
+    def write_main_file() -> None:
+        for rank, name in enumerate(files):
+            if not path.with_name(name).is_file():
+                raise FolderError(
+                    f"rank {rank} has written {name} into {path.parent}, and rank 0 does not find it there: the run's "
+                    f"folder must be on a disk that all ranks share"
+                )
+        state = _write_state(checkpoint)
+        parts = json.dumps({"files": files, "shapes": {name: list(tensor.shape) for name, tensor in divided.items()}})
+        metadata = {"format": FORMAT_IN_PARTS, "state": state, "parts": parts}
+        write_tensors(path, whole, {**metadata, "sha256": _digest(whole, state + parts)})
+        delete_other_parts(path.parent, files)
+
+    job.decide(write_main_file)
+
+
+def _write_state(checkpoint: Checkpoint) -> str:
+    return json.dumps({"place": vars(checkpoint.progress), "about": checkpoint.about, "costs": checkpoint.costs})
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read the file; raises DataError if it is damaged or not a checkpoint."""
     tensors, metadata = read_tensors(path)
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") not in (FORMAT, FORMAT_IN_PARTS):
         raise DataError(f"{path} is a safetensors file, but not a checkpoint of a run: its format is not {FORMAT!r}")
-    if metadata.get("sha256") != _digest(tensors, metadata.get("state", "")):
+    if metadata.get("sha256") != _digest(tensors, metadata.get("state", "") + metadata.get("parts", "")):
         raise DataError(f"{path} is damaged: its content does not match the hash it was written with")
     try:
+        if "parts" in metadata:
+            parts = json.loads(metadata["parts"])
+            tensors |= read_parts(path, tuple(map(str, parts["files"])), dict(parts["shapes"]))
         state = json.loads(metadata["state"])
         costs = {key: (int(duration), int(workspace)) for key, (duration, workspace) in state["costs"].items()}
         progress, about = Progress(**state["place"]), dict(state["about"])
@@ -135,7 +175,7 @@ def restore(
     """Restore the weights, the optimizer's state and the generators."""
     load_weights(model, checkpoint.weights(), what)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, torch.Tensor]] = {}
+    state: dict[int, dict[str, torch.Tensor | int]] = {}
     try:
         for name, tensor in checkpoint.tensors.items():
             if name.startswith(OPTIMIZER):
@@ -147,7 +187,9 @@ def restore(
                 )
                 if tensor.dim() and not is_fitting:
                     raise ValueError(f"{name} has the shape {list(tensor.shape)}")
-                state.setdefault(int(index), {})[key] = tensor
+                # SparseAdam counts its steps in a Python number, by which a power rounds otherwise than by a tensor.
+                is_count = not tensor.dim() and tensor.dtype is torch.int64
+                state.setdefault(int(index), {})[key] = int(tensor) if is_count else tensor
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         set_device_states(checkpoint._named(GENERATOR), device)
     except (ValueError, IndexError, KeyError, TypeError, RuntimeError) as error:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from undertow.errors import CallError
+from undertow.ranks.mesh import Mesh, parse_mesh
+from undertow.stages.schedules import SCHEDULES as STAGE_SCHEDULES
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -37,7 +39,11 @@ PLATEAU = "plateau"
 SCHEDULES = ("constant", "linear", "cosine", "step", PLATEAU)
 METRICS = ("f1", "confusion", "top5", "errors", "perplexity")
 ALL = "all"
+SERVER = "server"  # of --parallel
+FREE = "free"  # of --max-delay
+PUSH_DTYPES = ("f32", "bf16")
 NUMERICS = ("exact", "fast", "bf16")
+LOCKINGS = ("none", "one", "parameter", "step")
 MAX_SEED = 2**64 - 1  # the most that torch's generators accept
 
 # Usual first guesses, where no learning rate is given.
@@ -57,7 +63,21 @@ CHANGEABLE = (
     "callbacks",
     "gradient_norm",
     "workers",
+    "parallel",
+    "shard_state",
+    "stage_schedule",
+    "locking",
+    "servers",
+    "replicas",
+    "max_delay",
+    "cluster",
+    "max_restarts",
+    "min_ranks",
+    "lost_after",
 )
+
+# These hold for the call that gives them.
+NOT_KEPT = ("max_restarts", "min_ranks")
 
 # In a config file these may be a number, and class weights a list.
 NUMBERS_AS_TEXT = ("budget", "image_size", "validation")
@@ -88,7 +108,9 @@ class TrainConfig:
     )
     validation: str | None = _option(None, "A share of the training examples, such as 0.1, or other data.")
     class_weights: str | None = _option(None, "Weights of classes in the loss: balanced, or 1,2.5,1.")
-    workers: int = _option(0, "Processes that read and change examples.", least=0)
+    workers: int = _option(
+        0, "Processes that read and change examples; with --parallel server, those that compute.", least=0
+    )
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto: a GPU where there is one.")
     init: str | None = _option(None, "Begin with the weights of a safetensors file that fit; the others are listed.")
     freeze: list[str] | None = _option(None, "Parameters that are not trained: patterns such as features.*, by commas.")
@@ -126,6 +148,39 @@ class TrainConfig:
         None, "Divide each batch into this many parts, computed alone: bits depend on them, not on ranks.", least=1
     )
     loss_is_sum: bool = _option(False, "The loss of a shard is a sum over its examples, not their mean.")
+    parallel: str | None = _option(
+        None,
+        "data=4: 4 ranks that divide the shards, started here or by torchrun. stages=2: the layers; data=2,stages=2: "
+        "both. hogwild=2: 2 workers of one machine that share parameters and update them without waiting for each "
+        "other. server: --workers processes, which push gradients to a parameter server on Ray.",
+    )
+    shard_state: bool = _option(
+        False, "Divide the optimizer's state over the ranks, and parameters for which a budget has no room."
+    )
+    servers: int = _option(2, "Processes of a parameter server; each has a part of the parameters.", least=1)
+    replicas: int = _option(2, "Copies of each part of a parameter server, on different nodes if there are.", least=1)
+    max_delay: int | str = _option(
+        8,
+        "The most updates between a worker's pull and its push; 0: in step; free: any number.",
+        least=0,
+        word=FREE,
+    )
+    push_dtype: str = _option(
+        "f32", "How gradients travel to a parameter server; bf16 keeps what was rounded for the next push.", PUSH_DTYPES
+    )
+    cluster: str | None = _option(None, "host:port of a Ray cluster for --parallel server; by default one is started.")
+    locking: str = _option(
+        "none",
+        "What keeps the updates of hogwild apart: none, one lock, one for each parameter, or steps begun together.",
+        LOCKINGS,
+    )
+    shared_gradients: bool = _option(False, "Workers of hogwild add into one sum of gradients, with --accumulate.")
+    stage_schedule: str = _option("1f1b", "In which order stages run the shards.", STAGE_SCHEDULES)
+    max_restarts: int = _option(0, "Start the ranks again so often from the last checkpoint when one is lost.", least=0)
+    min_ranks: int | None = _option(
+        None, "With one rank fewer each time that they start again, as long as there are so many.", least=1
+    )
+    lost_after: float = _option(60.0, "Seconds after which a rank that does not move is lost.", least=1)
     threads: int | None = _option(
         None,
         "Threads of a process; bits depend on them. By default all cores, divided by the shards if given.",
@@ -160,6 +215,16 @@ class TrainConfig:
     def sgd_momentum(self) -> float | None:
         """The momentum of sgd; None for other optimizers."""
         return DEFAULT_MOMENTUM if self.momentum is None and self.optimizer == "sgd" else self.momentum
+
+    @property
+    def mesh(self) -> Mesh:
+        """How the ranks are arranged; one rank where nothing is given."""
+        return Mesh() if self.parallel in (None, SERVER) else parse_mesh(self.parallel, "--parallel")
+
+    @property
+    def num_readers(self) -> int:
+        """Processes that read and change examples, for each process that computes."""
+        return 0 if self.parallel == SERVER else self.workers
 
     def effective(self, name: str) -> Any:
         """The value of an option as the run uses it: the default where none was given."""
@@ -325,15 +390,103 @@ def _check_together(config: TrainConfig, where: str) -> None:
             f"{where}: a batch of {config.batch} cannot be divided into {config.shards} shards, each of which needs an "
             f"example: use fewer shards, or a larger batch"
         )
+    _check_ranks(config, where)
     if config.nesterov and config.momentum == 0:
         raise CallError(f"{where}: nesterov needs a momentum of more than 0")
     if config.seed > MAX_SEED:
         raise CallError(f"{where}: seed must be at most {MAX_SEED}, got {config.seed}")
 
 
+def _check_ranks(config: TrainConfig, where: str) -> None:
+    _check_served(config, where)
+    mesh = Mesh() if config.parallel in (None, SERVER) else parse_mesh(config.parallel, where)
+    num_ranks = mesh.num_ranks
+    _check_hogwild(config, mesh, where)
+    if mesh.data * mesh.stages > 1 and config.shards is None:
+        raise CallError(
+            f"{where}: parallel={config.parallel} divides the shards of a batch over ranks, and no shards are given; "
+            f"give --shards {num_ranks} or more, on which the bits depend"
+        )
+    if config.shards is not None and config.shards < mesh.data:
+        raise CallError(
+            f"{where}: {config.shards} shards cannot be divided over {mesh.data} ranks: each needs one; give more "
+            f"shards, or fewer ranks"
+        )
+    if config.shard_state and config.parallel is None:
+        raise CallError(f"{where}: shard_state divides the optimizer's state over ranks; give --parallel as well")
+    if config.shard_state and config.ema is not None and config.budget is not None:
+        raise CallError(
+            f"{where}: ema reads all weights after each update, and with shard_state and a budget a rank may have a "
+            f"part of them; leave out one of the three"
+        )
+    if mesh.stages > 1 and config.ema is not None:
+        raise CallError(
+            f"{where}: ema averages all weights after every step, and with stages={mesh.stages} a rank holds its own; "
+            f"leave one of them out"
+        )
+    if config.min_ranks is not None and (config.min_ranks > num_ranks or not config.max_restarts):
+        raise CallError(
+            f"{where}: min_ranks says with how many of the {num_ranks} ranks a job may start again: give at most as "
+            f"many, and --max-restarts"
+        )
+
+
+def _check_served(config: TrainConfig, where: str) -> None:
+    """What a run with a parameter server cannot have, and what only such a run has."""
+    if config.parallel != SERVER:
+        for name in ("cluster", "push_dtype"):
+            if getattr(config, name) != TrainConfig.__dataclass_fields__[name].default:
+                raise CallError(f"{where}: {name} is about parallel=server, which is not given")
+        return
+    if config.workers < 1:
+        raise CallError(f"{where}: parallel=server needs workers that compute: give --workers 2 or more")
+    if config.replicas > config.servers:
+        raise CallError(
+            f"{where}: {config.replicas} replicas of each part need as many servers, and there are {config.servers}: "
+            f"give --servers {config.replicas}, or fewer --replicas"
+        )
+    reasons = {
+        "shards": "a worker computes whole batches",
+        "clip_norm": "no process has all gradients of an update",
+        "gradient_norm": "no process has all gradients of an update",
+        "ema": "no process sees all updates",
+        "accumulate": "a worker pushes each batch",
+        "loss_is_sum": "a worker computes whole batches",
+        "max_restarts": "processes that end are started again anyway",
+    }
+    for name, reason in reasons.items():
+        if getattr(config, name) != TrainConfig.__dataclass_fields__[name].default:
+            raise CallError(f"{where}: {name} cannot be had with parallel=server: {reason}; leave it out")
+    if config.device not in ("auto", "cpu"):
+        raise CallError(f"{where}: parallel=server computes on CPUs; leave device={config.device} out")
+
+
+def _check_hogwild(config: TrainConfig, mesh: Mesh, where: str) -> None:
+    """Workers that share parameters have batches of their own, and none of them sees all updates."""
+    if mesh.hogwild == 1:
+        is_given = config.locking != "none" or config.shared_gradients
+        if is_given and (config.parallel is None or "hogwild" not in config.parallel):
+            raise CallError(f"{where}: locking and shared_gradients are about parallel=hogwild=2, which is not given")
+        return
+    reasons = {
+        "shards": "a worker computes whole batches",
+        "ema": "a worker does not see the others' updates",
+        "save_every": "workers are at different batches; a checkpoint is written after each epoch",
+    }
+    for name, reason in reasons.items():
+        if getattr(config, name) is not None:
+            raise CallError(f"{where}: {name} cannot be had with parallel={config.parallel}: {reason}; leave it out")
+    if config.shared_gradients and config.accumulate == 1:
+        raise CallError(
+            f"{where}: shared_gradients is about gradients that are added up, and with accumulate=1 each is used up at "
+            f"once; give --accumulate, or leave it out"
+        )
+
+
 def check_resumed(config: TrainConfig, given: dict[str, Any], folder: Path) -> TrainConfig:
     """The config of a resumed run; raises CallError for an option that must stay as it was."""
-    requested = make_config({**config.to_dict(), **given}, "command line")
+    kept = {name: value for name, value in config.to_dict().items() if name not in NOT_KEPT}
+    requested = make_config({**kept, **given}, "command line")
     if given.get("out") is not None and Path(given["out"]).resolve() != folder.resolve():
         raise CallError(f"the run in {folder} goes on in its own folder, but --out is {given['out']}: leave --out out")
     for item in fields(TrainConfig):

@@ -9,6 +9,7 @@ waits for the step before, and reads and copies the next batch then. At most two
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,6 +37,16 @@ def choose_device(name: str) -> torch.device:
         there = f"{num_gpus} GPUs" if num_gpus else "no GPU that this PyTorch can use"
         raise CallError(f"--device {name}: this machine has {there}; leave --device out, or give --device cpu")
     return torch.device("cuda", int(index) if index else torch.cuda.current_device())
+
+
+def see_one_gpu(local_rank: int) -> None:
+    """For one of several ranks on a machine: from now on this process sees one of the GPUs alone, as cuda:0.
+
+    They are given out in turn, so ranks share GPUs where there are more ranks. It has to come before anything else asks
+    for a GPU.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank % len(visible)]
 
 
 def move_model(model: torch.nn.Module, device: torch.device) -> None:

@@ -27,6 +27,11 @@ def explain_not_finite(run: Any, bad_step: int, what: str) -> NotFinite:
     It repeats steps and so changes the run's progress.
     """
     good = run.folder.read_checkpoint()
+    if run.job.mesh is not None and run.job.mesh.stages > 1:
+        return NotFinite(
+            f"{what} not finite; the last good checkpoint, of step {good.progress.step}, is in "
+            f"{run.folder.checkpoint_path}. Resume it with --parallel data=1, which names the operation"
+        )
     first_bad = _find_first_bad_step(run, good, bad_step)
     run.restore(good)
     groups = _groups(run)
@@ -36,12 +41,14 @@ def explain_not_finite(run: Any, bad_step: int, what: str) -> NotFinite:
     found = next(
         (node for batch in group if (node := find_first_bad(run.step.walk(*batch.call, **batch.kwargs)))), None
     )
+    # A rank runs the shards that it holds; the first value may be in another one's.
+    where = "" if found is None else f"{found.name} ({str(found.origin) or 'the loss'})"
     cause, advice = "the update made weights that are not finite", "Lower --lr, or give --clip-norm"
     if places := [place for number, batch in enumerate(group) if (place := _find_bad_number(batch, number))]:
         cause = f"the data itself holds numbers that are not finite, first in {places[0]} of the step"
         advice = "Mend or leave out that example; no setting of the run helps"
-    elif found is not None:
-        cause = f"{found.name} ({str(found.origin) or 'the loss'}) made the first value that is not finite"
+    elif named := next(filter(None, run.job.gather(where)), ""):
+        cause = f"{named} made the first value that is not finite"
     return NotFinite(
         f"{what} not finite: in step {first_bad} {cause}; the last good checkpoint, of step "
         f"{good.progress.step}, is in {run.folder.checkpoint_path}. {advice}"
@@ -70,6 +77,7 @@ def _find_first_bad_step(run: Any, good: Checkpoint, bad_step: int) -> int:
     run.restore(good)
     for group in _groups(run):
         loss = run.run_batches(group)
+        run.step.settle()
         if not math.isfinite(loss) or not has_finite_weights(run.workload.model):
             return run.progress.step
     return bad_step

@@ -30,10 +30,13 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def use_threads(config: TrainConfig) -> None:
-    """Run on as many threads as a new run asks for. Shards share the cores, however many ranks compute them."""
-    if config.threads is not None or config.shards is not None:
+    """Run on as many threads as a new run asks for. Shards share the cores, however many ranks compute them, and so do
+    workers that share parameters.
+    """
+    num_sharing = max(config.shards or 1, config.mesh.hogwild)
+    if config.threads is not None or num_sharing > 1 or config.shards is not None:
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(config.threads or max(1, num_cores // (config.shards or 1)))
+        torch.set_num_threads(config.threads or max(1, num_cores // num_sharing))
 
 
 def use_same_threads(checkpoint: Checkpoint) -> None:

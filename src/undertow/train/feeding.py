@@ -12,6 +12,8 @@ import os
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy
@@ -25,6 +27,24 @@ from undertow.errors import DataError
 MAX_DRAW_SEED = 2**63 - 1
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which batches of an epoch a worker computes: of every `num_workers` groups, one, until `num_groups` are taken."""
+
+    worker: int = 0
+    num_workers: int = 1
+    group: int = 1
+    num_groups: int | None = None  # of all workers
+
+    def has(self, position: int) -> bool:
+        """Whether the batch at this position, counted from where the epoch goes on, is the worker's."""
+        number = position // self.group
+        return number % self.num_workers == self.worker and (self.num_groups is None or number < self.num_groups)
+
+
+ALL = Share()
+
+
 class EpochOrder(Sampler[list[Any]]):
     """Batches of indices, or of draws, shuffled again in every epoch. The last batch is left out if incomplete.
 
@@ -34,7 +54,7 @@ class EpochOrder(Sampler[list[Any]]):
 
     def __init__(self, num_examples: int, batch: int, is_drawing: bool) -> None:
         self.num_examples, self.batch, self.is_drawing = num_examples, batch, is_drawing
-        self.first, self.epoch_seed = 0, 0
+        self.first, self.epoch_seed, self.share = 0, 0, Share()
 
     def __len__(self) -> int:
         return self.num_examples // self.batch
@@ -48,7 +68,8 @@ class EpochOrder(Sampler[list[Any]]):
             seeds = torch.randint(MAX_DRAW_SEED, (self.num_examples,), generator=generator).tolist()
             order = [Draw(*pair) for pair in zip(order, seeds, strict=True)]
         for index in range(self.first, len(self)):
-            yield order[index * self.batch : (index + 1) * self.batch]
+            if self.share.has(index - self.first):
+                yield order[index * self.batch : (index + 1) * self.batch]
 
 
 class Loader(DataLoader[Any]):
@@ -123,13 +144,13 @@ class Feed:
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
-    def batches(self, epoch: int, first: int) -> Iterator[Any]:
-        """The batches of an epoch from number `first` on."""
+    def batches(self, epoch: int, first: int, share: Share = ALL) -> Iterator[Any]:
+        """The batches of an epoch from number `first` on, of which one worker computes its share."""
         states = _seed_states(self.seed, epoch)
         order = getattr(self.loader, "batch_sampler", None)
-        num_skipped = first
+        num_skipped, read_share = first, share
         if isinstance(order, EpochOrder):
-            order.first, num_skipped = first, 0
+            order.first, order.share, num_skipped, read_share = first, share, 0, ALL
             order.epoch_seed = _derive_seed(self.seed, epoch)
         for owner in (self.loader, getattr(self.loader, "sampler", None)):
             generator = getattr(owner, "generator", None)
@@ -142,12 +163,13 @@ class Feed:
             iterator = iter(self.loader)
             for _ in range(num_skipped):
                 next(iterator, None)
-        while True:
+        for position in count():
             with _drawing_from(states):
                 batch = next(iterator, None)
             if batch is None:
                 return
-            yield batch
+            if read_share.has(position):  # who does not read a batch draws what it draws all the same
+                yield batch
 
 
 def _derive_seed(seed: int, epoch: int) -> int:

@@ -2,6 +2,7 @@
 
 config.json               the options of the run
 checkpoint.safetensors    the run after its last saved step
+part-HASH.safetensors     parts of it, where several ranks have written it
 best.safetensors          the weights with the lowest loss on the data that epochs are judged by
 epoch-N.safetensors       the run after the last epochs, with --keep
 metrics.jsonl             a line for each step and each evaluation
@@ -60,7 +61,7 @@ class RunFolder:
     def own_files(self) -> list[Path]:
         """Every checkpoint of the run."""
         fixed = [path for path in (self.checkpoint_path, self.best_path) if path.is_file()]
-        return [*fixed, *self.path.glob("epoch-*.safetensors")]
+        return [*fixed, *self.path.glob("epoch-*.safetensors"), *self.path.glob("part-*.safetensors")]
 
     def check_is_free(self) -> None:
         """Raise CallError if the folder already holds a run."""

@@ -94,11 +94,15 @@ class Judge:
         save_checkpoint(self._folder.best_path, Checkpoint(weights, progress, about))
         return True
 
-    def test_best(self) -> Evaluation | None:
-        """After a run that validation data judged: the best weights on the test data, which nothing else has read."""
-        progress, path = self._progress, self._folder.best_path
-        if self.part == TEST or progress.best_step is None or progress.test_step == progress.step:
-            return None
+    @property
+    def tests_best(self) -> bool:
+        """Whether the best weights are tested at the end: validation data has judged, and the test data is unread."""
+        progress = self._progress
+        return self.part != TEST and progress.best_step is not None and progress.test_step != progress.step
+
+    def test_best(self) -> Evaluation:
+        """The best weights on the test data."""
+        path = self._folder.best_path
         last = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
         load_weights(self._model, self._folder.read_best().weights(), str(path))
         found = self.evaluate(TEST)

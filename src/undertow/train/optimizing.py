@@ -22,8 +22,7 @@ NORMS = (
     torch.nn.RMSNorm,
     torch.nn.LocalResponseNorm,
 )
-# Not for a planned step: one takes sparse gradients, the other runs the model again.
-LEFT_OUT = (torch.optim.Optimizer, torch.optim.SparseAdam, torch.optim.LBFGS)
+LEFT_OUT = (torch.optim.Optimizer, torch.optim.LBFGS)  # not for a planned step: it runs the model again
 
 
 def make_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.Optimizer:

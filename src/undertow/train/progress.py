@@ -27,6 +27,7 @@ class StepView:
     num_examples: int
     peak_bytes: int | None
     budget_bytes: int | None
+    served: str = ""  # about workers and servers, where there are some
 
     @property
     def peak(self) -> str:
@@ -81,7 +82,7 @@ class Lines(Display):
         self._last_s, self._num_examples = now, 0
         self.say(
             f"epoch {view.epoch + 1}/{view.num_epochs}  step {view.step}/{view.num_steps}  loss {view.loss:.4f}  "
-            f"{rate:.0f} examples/s  {view.peak}".rstrip()
+            f"{rate:.0f} examples/s  {view.peak}  {view.served}".rstrip()
         )
 
     def close(self) -> None: ...
@@ -115,6 +116,7 @@ class Live(Display):
             loss=f"{view.loss:.4f}",
             rate=f"{rate:.0f}",
             peak=view.peak,
+            served=view.served,
         )
 
     def _start(self, view: StepView) -> None:
@@ -127,12 +129,13 @@ class Live(Display):
             "loss": TextColumn("loss {task.fields[loss]}"),
             "rate": TextColumn("{task.fields[rate]}/s"),
             "peak": TextColumn("{task.fields[peak]}"),
+            "served": TextColumn("{task.fields[served]}"),
             "time": TimeRemainingColumn(),
         }
         shown = choose_columns(view, self._console.width)
         self._progress = Progress(*(column for name, column in columns.items() if name in shown), console=self._console)
         self._progress.start()
-        self._task = self._progress.add_task("", total=view.num_steps, epoch="", loss="", rate="", peak="")
+        self._task = self._progress.add_task("", total=view.num_steps, epoch="", loss="", rate="", peak="", served="")
 
     def close(self) -> None:
         if self._progress is not None:
@@ -154,7 +157,7 @@ def choose_columns(view: StepView, num_characters: int) -> list[str]:
         "peak": len(view.peak),
         "rate": len("10000/s"),
         "bar": BAR_COLUMNS,
-    }
+    } | ({"served": len(view.served)} if view.served else {})
     chosen: list[str] = []
     for name in widths:
         if sum(widths[item] + 1 for item in (*chosen, name)) - 1 <= num_characters:

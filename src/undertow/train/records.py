@@ -15,9 +15,23 @@ from typing import Any
 
 from undertow.durable import write_durably
 from undertow.errors import FolderError
+from undertow.report.run_records import RANKS
 from undertow.train.checkpoint import Progress
 from undertow.train.events import EventWriter
 from undertow.train.folder import RunFolder
+
+
+class NoRecords:
+    """Those of a rank that writes none."""
+
+    def add(self, step: int, kind: str, tables: Mapping[str, Any] | None = None, **numbers: Any) -> None:
+        """Add nothing."""
+
+    def flush(self) -> None:
+        """Write nothing."""
+
+    def close(self) -> None:
+        """Close nothing."""
 
 
 class Records:
@@ -27,7 +41,7 @@ class Records:
         """An evaluation after the step of `progress` is recorded if the checkpoint has it: it will not be repeated."""
         is_resumed, first_step = folder.metrics_path.exists(), progress.step
         if is_resumed:
-            last = {"train": first_step}
+            last = {"train": first_step, RANKS: first_step}
             for kind, tested in (("test", progress.test_step), ("validation", progress.validation_step)):
                 last[kind] = first_step if tested == first_step else first_step - 1
             last["speed"] = max(last["test"], last["validation"])
@@ -47,7 +61,7 @@ class Records:
         self._events = EventWriter(self._file, now, first_step + 1 if is_resumed else None)
 
     def add(self, step: int, kind: str, tables: Mapping[str, Any] | None = None, **numbers: Any) -> None:
-        """Add a line; `kind` is train, validation, test or speed. `tables` are no numbers: no event has them.
+        """Add a line; `kind` is train, validation, test, speed or ranks. `tables` are no numbers: no event has them.
 
         JSON has no infinity and no NaN: such a number is left out.
         """

@@ -52,6 +52,7 @@ class RunReport:
             "judged_by": self.records.judging,
             "tests": [asdict(item) for item in self.records.evaluations],
             "plan": plan_to_dict(self.plan),
+            "ranks": None if self.records.ranks is None else self.records.ranks.to_dict(),
         }
 
     def __str__(self) -> str:
@@ -59,7 +60,8 @@ class RunReport:
         lines = [self.best, self.tested, f"{self.title}: {self.verdict}"]
         if self.progress.measured_peak_bytes is not None:
             lines.insert(2, f"measured peak {self.progress.measured_peak_bytes:,} bytes")
-        return "\n\n".join([print_plan(self.plan), table, "\n".join(map(wrap, filter(None, lines)))])
+        ranks = [] if self.records.ranks is None else [str(self.records.ranks)]
+        return "\n\n".join([print_plan(self.plan), *ranks, table, "\n".join(map(wrap, filter(None, lines)))])
 
     def to_html(self) -> str:
         """One page that needs nothing else."""
@@ -87,6 +89,7 @@ class RunReport:
             held_bytes=self.held_bytes,
             measured=measured,
             process_bytes=progress.process_peak_bytes,
+            ranks=records.ranks,
         )
         return render_run_page(view, self.plan)
 

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -19,38 +19,51 @@ from typing import Any
 
 import torch
 
-from undertow.api.budgets import parse_budget
+from undertow.api.budgets import AUTO, parse_budget
+from undertow.api.hogwild import HogwildStep
 from undertow.api.reports import process_peak_bytes
+from undertow.api.sharding import ShardedStep
 from undertow.api.training import TrainStep, train_step
 from undertow.errors import CallError, DataError, UndertowError
 from undertow.hashing import hash_tensors
 from undertow.ir import format_bytes
-from undertow.report.columns import wrap
+from undertow.report.run_records import RANKS
 from undertow.runtime.measure import measure_call
 from undertow.train.averaging import Average
 from undertow.train.batches import Batch
 from undertow.train.callbacks import Callbacks
-from undertow.train.checkpoint import Checkpoint, Progress, collect_tensors, restore, save_checkpoint
+from undertow.train.checkpoint import (
+    Checkpoint,
+    Progress,
+    collect_tensors,
+    restore,
+    save_checkpoint,
+    save_in_parts,
+)
 from undertow.train.config import TrainConfig
 from undertow.train.devices import NUM_AHEAD, Arriving, Batches, Stopwatch, move_model, out_of_memory
 from undertow.train.diagnosis import check_first_weights, explain_not_finite, has_finite_weights
 from undertow.train.environment import describe_environment
 from undertow.train.evaluation import Evaluation, Evaluator, check_labels, evaluating
-from undertow.train.feeding import Feed
+from undertow.train.feeding import ALL, Feed, Share
 from undertow.train.folder import RunFolder
 from undertow.train.initial_weights import freeze, load_initial
 from undertow.train.interrupts import REASONS, Interrupts
+from undertow.train.job import Job
 from undertow.train.judging import Judge
 from undertow.train.layout import lay_out_state, try_channels_last, use_channels_last
 from undertow.train.objective import Objective
 from undertow.train.optimizing import make_optimizer, set_learning_rates
+from undertow.train.pace import InStep, OwnPace, Pace
 from undertow.train.progress import Display, StepView
-from undertow.train.records import Records
+from undertow.train.records import NoRecords, Records
+from undertow.train.result import TrainResult
 from undertow.train.schedules import make_schedule
 from undertow.train.workload import Workload, check_same_data, check_workload
 
 CALLED_OFF = "ended by a callback"
 MEASURED_STEP = 2  # the first step makes the optimizer's state
+RECORDED_STEP = 3  # a step as all others, of which is kept what each rank did when
 MAX_TIMED_STEPS = 101  # the time of a step is the median of the latest ones
 
 
@@ -61,57 +74,6 @@ class UserCode:
     loss: Any = None
     metrics: Sequence[tuple[str, Any]] = ()
     callbacks: Callbacks = field(default_factory=lambda: Callbacks("", {}))
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The result of a run."""
-
-    progress: Progress
-    budget_bytes: int | None
-    weights_sha256: str
-    folder: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        progress = self.progress
-        return {
-            "final_loss": progress.last_loss,
-            "test_loss": progress.test_loss,
-            "test_accuracy": progress.test_accuracy,
-            "validation_loss": progress.validation_loss,
-            "validation_accuracy": progress.validation_accuracy,
-            "best_loss": progress.best_loss,
-            "best_epoch": progress.best_epoch,
-            "weights_sha256": self.weights_sha256,
-            "budget_bytes": self.budget_bytes,
-            "predicted_peak_bytes": progress.predicted_peak_bytes,
-            "measured_peak_bytes": progress.measured_peak_bytes,
-            "steps": progress.step,
-            "epochs": progress.epoch,
-            "seconds": progress.seconds,
-            "stopped": progress.stopped,
-            "folder": self.folder,
-        }
-
-    def __str__(self) -> str:
-        progress = self.progress
-        accuracy = "" if progress.test_accuracy is None else f", test accuracy {progress.test_accuracy:.2%}"
-        loss = "none" if progress.last_loss is None else f"{progress.last_loss:.4f}"
-        lines = []
-        if progress.measured_peak_bytes is not None:
-            budget = "" if self.budget_bytes is None else f", budget {self.budget_bytes:,}"
-            lines.append(
-                f"peak memory of a step: {progress.predicted_peak_bytes:,} bytes predicted, "
-                f"{progress.measured_peak_bytes:,} measured{budget}"
-            )
-        if progress.best_epoch is not None:
-            lines.append(f"best after epoch {progress.best_epoch + 1}: loss {progress.best_loss:.4f}; kept as best")
-        lines.append(
-            f"{progress.stopped} after {progress.step} steps in {progress.seconds:.1f} s: loss {loss}{accuracy}"
-        )
-        # Last is what a reader looks for first: the end of the text is what a terminal shows.
-        return "\n".join([f"weights sha256 {self.weights_sha256}", f"run {self.folder}", *map(wrap, lines)])
 
 
 @dataclass(frozen=True)
@@ -141,9 +103,10 @@ class Run:
         display: Display,
         device: torch.device,
         code: UserCode,
+        job: Job | None = None,
     ) -> None:
         self.config, self.workload, self.folder, self.display = config, workload, folder, display
-        self.device, self.callbacks = device, code.callbacks
+        self.device, self.callbacks, self.job = device, code.callbacks, job or Job()
         model = workload.model
         is_new = not folder.checkpoint_path.exists()
         self._loaded = load_initial(model, Path(config.init)) if config.init is not None and is_new else None
@@ -152,7 +115,7 @@ class Run:
         self.optimizer = make_optimizer(config, model)
         self.schedule = make_schedule(config, [float(group["lr"]) for group in self.optimizer.param_groups])
         self.average = None if config.ema is None else Average(model, config.ema)
-        self.budget_bytes = None if config.budget is None else parse_budget(config.budget, model).num_bytes
+        self.budget_bytes = self._find_budget()
         self.objective = make_objective(config, workload.is_sequence, workload.class_weights, device, code.loss)
         self.feed = Feed(workload.train_loader, config.seed)
         self.progress = Progress()
@@ -160,6 +123,7 @@ class Run:
         evaluator = Evaluator(judged, self.objective, device, config.numerics, config.metrics or (), code.metrics)
         self.judge = Judge(config, workload, judged, evaluator, folder, self.progress)
         self.step: TrainStep | None = None
+        self.pace: Pace = InStep(self.job)
         self._costs: dict[str, tuple[int, int]] = {}
         self._about: dict[str, Any] = {
             "config": config.to_dict(),
@@ -167,12 +131,20 @@ class Run:
             "class_weights": None if workload.class_weights is None else workload.class_weights.tolist(),
             "environment": describe_environment(device),
         }
-        self._records: Records | None = None
+        self._records: Records | NoRecords | None = None
         self._num_classes: int | None = None  # None: targets are not labels
         self._step_seconds: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
         self._unread: deque[Update] = deque()  # updates whose losses were not waited for yet
         self._noted_s = 0.0  # when the last update was noted
         self._is_called_off = False
+        self._whole_state: dict[str, Any] | None = None  # the optimizer's, while rank 0 keeps an epoch's checkpoint
+
+    def _find_budget(self) -> int | None:
+        """Each rank's."""
+        if self.config.budget is None:
+            return None
+        num_bytes = parse_budget(self.config.budget, self.workload.model).num_bytes
+        return self.job.share_free_memory(num_bytes, self.device) if self.config.budget == AUTO else num_bytes
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -196,10 +168,13 @@ class Run:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore everything from a checkpoint."""
         what = str(self.folder.checkpoint_path)
+        self._settle()
         restore(checkpoint, self.workload.model, self.optimizer, self.device, what)
         if self.average is not None:
             self.average.restore(checkpoint.average(), what)
         lay_out_state(self.optimizer)
+        if self.step is not None:
+            self.step.load_optimizer_state(self.optimizer.state_dict())  # of which a rank may keep a part
         vars(self.progress).update(vars(checkpoint.progress))
         self._costs = checkpoint.costs
         self._about = {**checkpoint.about, "config": self.config.to_dict()}
@@ -207,7 +182,8 @@ class Run:
     def prepare(self) -> None:
         """Check model and data and plan the step, so that all refusals come before the folder is made."""
         try:
-            self._prepare()
+            with self.job.patient():
+                self._prepare()
         except torch.OutOfMemoryError:
             raise out_of_memory(self.device, "the step does not fit") from None
 
@@ -218,6 +194,24 @@ class Run:
         check_first_weights(self.workload.model)
         if not self.batches_per_epoch:
             raise DataError(f"an epoch has {len(self.feed)} batches, an update takes {self.config.accumulate}")
+        self._num_classes = self.job.decide(self._check_parts)
+        if not self.progress.stopped:
+            batch = next(self.batches(self.progress.epoch, 0))
+            self._compare_ranks(batch)
+            self._plan(batch)
+
+    def _compare_ranks(self, batch: Batch) -> None:
+        """Refuse ranks that would not train the same: the step compares models and versions, this all else."""
+        config = {name: value for name, value in self.config.to_dict().items() if name != "out"}
+        tensors = {str(place): tensor for place, tensor in enumerate(batch.tensors())}
+        facts = {"the options": config, "the data": self._about["data"], "the first batch": hash_tensors(tensors)}
+        self.job.agree({**facts, "the step to go on from": self.progress.step})
+        if note := self.job.find_other_processors(self.device):
+            self.display.say(note)
+
+    def _check_parts(self) -> int | None:
+        """Check the data that epochs are judged by; the number of classes, if targets are labels."""
+        num_classes = None
         for part in self.judge.parts:
             raw = next(self.judge.batches(part), None)
             if raw is None:
@@ -225,9 +219,8 @@ class Run:
             batch = next(Batches(iter([raw]), self.objective.read, self.device))
             if part == self.judge.part:
                 self._lay_out(batch)
-            self._num_classes = check_workload(self.workload, self.judge.evaluator, batch, part)
-        if not self.progress.stopped:
-            self._plan(next(self.batches(self.progress.epoch, 0)))
+            num_classes = check_workload(self.workload, self.judge.evaluator, batch, part)
+        return num_classes
 
     def _lay_out(self, batch: Batch) -> None:
         """On a GPU: the layout that its convolutions take, where eager's bits are not asked for."""
@@ -243,8 +236,8 @@ class Run:
         if reason:
             self.display.say(f"the model keeps the layout of its factory: {reason}")
 
-    def batches(self, epoch: int, first: int) -> Batches:
-        """The batches of an epoch from number `first` on, with labels that were checked."""
+    def batches(self, epoch: int, first: int, share: Share = ALL) -> Batches:
+        """The batches of an epoch from number `first` on, or a worker's share, with labels that were checked."""
         steps_before = self.progress.step - self.progress.batch // self.config.accumulate
         numbers = count(first)
 
@@ -255,22 +248,22 @@ class Run:
                 check_labels(batch.targets[0], self._num_classes, f"training data, epoch {epoch + 1}, step {step}")
             return batch
 
-        return Batches(self.feed.batches(epoch, first), read, self.device)
+        return Batches(self.feed.batches(epoch, first, share), read, self.device)
 
     def train(self) -> TrainResult:
         """Train to the end, or until a signal."""
-        self._records = Records(self.folder, self.progress)
+        self._records = Records(self.folder, self.progress) if self.job.is_first else NoRecords()
         try:
             with Interrupts() as interrupts:
-                if not self.folder.checkpoint_path.exists():
+                if not self.job.decide(self.folder.checkpoint_path.exists):
                     self.save()
                 self._call("on_start", self.config.to_dict())
                 while not self.progress.stopped:
                     self._advance(interrupts)
                     self.save()
-            if self.progress.stopped not in REASONS.values() and (found := self.judge.test_best()) is not None:
-                self._record(found)
-                self.display.say(f"the best weights, of epoch {(self.progress.best_epoch or 0) + 1}: {found.line}")
+            self._settle()
+            if self.progress.stopped not in REASONS.values() and self.judge.tests_best:
+                self._decide(self._test_best)
                 self.save()
         except torch.OutOfMemoryError:
             raise out_of_memory(self.device, "the step does not fit") from None
@@ -282,50 +275,95 @@ class Run:
         self.callbacks.call("on_end", result.to_dict())
         return result
 
+    def _decide(self, act: Callable[[], None]) -> None:
+        """Rank 0 acts; then its progress is that of all ranks, and so is all that follows from it."""
+
+        def run() -> dict[str, Any]:
+            act()
+            return vars(self.progress)
+
+        vars(self.progress).update(self.job.decide(run))
+
+    def _test_best(self) -> None:
+        found = self.judge.test_best()
+        self._record(found)
+        self.display.say(f"the best weights, of epoch {(self.progress.best_epoch or 0) + 1}: {found.line}")
+
     def _call(self, hook: str, data: dict[str, Any]) -> None:
         """Call a user's function; the run is saved before its error ends it."""
         try:
             self._is_called_off |= self.callbacks.call(hook, data)
         except CallError:
-            self.save()
+            self.save_alone()
             raise
 
     def _advance(self, interrupts: Interrupts) -> None:
-        """Train to the end of an epoch, evaluate after one, or end the run."""
+        """Train to the end of an epoch, or evaluate after one, or end the run."""
+        progress = self.progress
+        if progress.batch < self.batches_per_epoch and not self.judge.is_over(self.num_steps):
+            self._train_epoch(interrupts)
+        else:
+            with self.job.doing("evaluation"):
+                self._settle()
+                self._whole_state = self._gather_state() if self.config.keep else None
+                self._decide(self._judge)
+                self._whole_state = None
+        reason = self.job.decide_end(interrupts.reason or (CALLED_OFF if self._is_called_off else ""))
+        progress.stopped = progress.stopped or reason
+
+    def _settle(self) -> None:
+        """All weights come to this rank, if others have some of them. All ranks call it."""
+        if self.step is not None:
+            self.step.settle()
+
+    def _gather_state(self) -> dict[str, Any]:
+        """The whole state of the optimizer. All ranks call it."""
+        return self.optimizer.state_dict() if self.step is None else self.step.optimizer_state()
+
+    def _judge(self) -> None:
+        """Evaluate after an epoch, or end the run."""
         progress = self.progress
         if progress.batch == self.batches_per_epoch:
             self._evaluate()
             self.judge.end_epoch(self._about)
             if self.config.keep:
-                self.folder.keep_epoch(self._checkpoint(), self.config.keep)
-        elif self.judge.is_over(self.num_steps):
+                assert self._whole_state is not None
+                self.folder.keep_epoch(self._checkpoint(self._whole_state), self.config.keep)
+        else:
             if progress.batch:
                 self._evaluate()  # a part of an epoch is not judged: a run that goes on would not have stopped here
             progress.stopped = self.judge.why_over()
-        else:
-            self._train_epoch(interrupts)
-        progress.stopped = progress.stopped or interrupts.reason or (CALLED_OFF if self._is_called_off else "")
 
     def _train_epoch(self, interrupts: Interrupts) -> None:
         """Train to the end of the epoch or of the run, or until a signal."""
-        progress, config = self.progress, self.config
+        self.pace.begin_epoch(self.progress, self.num_steps)
+        self._train_share(interrupts)
+        self._note_updates(0)
+        self.pace.end_epoch(self.progress, self.config.accumulate)
+
+    def _train_share(self, interrupts: Interrupts) -> None:
+        """Compute this worker's batches of the epoch."""
+        progress, config, pace = self.progress, self.config, self.pace
         last_save = progress.step
-        batches = self.batches(progress.epoch, progress.batch)
+        batches = self.batches(progress.epoch, progress.batch, pace.share)
         self._noted_s = time.perf_counter()
         while group := [batch for _, batch in zip(range(config.accumulate), batches, strict=False)]:
             if len(group) < config.accumulate:
                 break
+            pace.begin_update(progress)
+            self.job.note(f"step {progress.step + 1}")
             self._update(group, batches)
-            is_ending = bool(interrupts.reason) or self._is_called_off or progress.step >= self.num_steps
-            is_ending = is_ending or progress.batch == self.batches_per_epoch
-            is_saving = config.save_every is not None and progress.step - last_save >= config.save_every
-            if is_ending or is_saving:
-                self._note_updates(0)
+            is_ending = progress.step >= self.num_steps or progress.batch == self.batches_per_epoch
+            if not is_ending:
+                is_ending = pace.is_ending(interrupts.reason or (CALLED_OFF if self._is_called_off else ""))
             if is_ending:
                 return
-            if is_saving:
+            if config.save_every is not None and progress.step - last_save >= config.save_every:
+                self._note_updates(0)
                 self.save()
                 last_save = progress.step
+        if pace.share != ALL:
+            return
         raise DataError(f"the training loader ended after {progress.batch} batches of {len(self.feed)}")
 
     def _update(self, group: list[Batch], batches: Batches) -> None:
@@ -383,7 +421,7 @@ class Run:
         losses = Arriving([self._run_batch(batch, stopwatches) for batch in group])
         if self.average is not None:
             self.average.update()
-        norm = step.training.gradient_norm
+        norm = step.norm
         progress.step += 1
         progress.batch += len(group)
         progress.seconds += time.perf_counter() - start
@@ -398,10 +436,16 @@ class Run:
         is_next = progress.step + 1 == MEASURED_STEP
         if is_next or (progress.measured_peak_bytes is None and progress.step >= MEASURED_STEP):
             losses: list[torch.Tensor] = []
+            step.divide_parameters()  # they may be whole since a checkpoint, which no step needs
             held = [*step.persistent_tensors(), *(() if self.average is None else self.average.state().values())]
             call = measure_call(lambda: losses.append(step(*batch.call, **batch.kwargs)), held, batch.tensors())
             progress.measured_peak_bytes = max(call.peak_bytes, progress.measured_peak_bytes or 0)
             return losses[0]
+        if progress.step == RECORDED_STEP - 1 and isinstance(step, ShardedStep) and self._records is not None:
+            loss, ranks = step.record_step(*batch.call, **batch.kwargs)
+            if ranks is not None:
+                self._records.add(RECORDED_STEP, RANKS, {RANKS: ranks.to_dict()})
+            return loss
         with Stopwatch(self.device) as stopwatch:
             loss = step(*batch.call, **batch.kwargs)
         if progress.step >= MEASURED_STEP:
@@ -446,13 +490,28 @@ class Run:
             costs=self._costs or "measured",
             gradient_norm=config.gradient_norm,
             shards=config.shards,
+            parallel=self.job.mesh,
+            shard_state=config.shard_state and self.job.mesh is not None,
             seed=config.seed,
             loss_is_sum=config.loss_is_sum,
+            schedule=config.stage_schedule,
+            locking=config.locking if self.job.size > 1 else "none",
+            shared_gradients=config.shared_gradients and self.job.size > 1,
         )
+        if isinstance(self.step, HogwildStep):
+            self.pace = OwnPace(self.job, self.step, config.accumulate)
+            self.display.say(str(self.step.shared))
         self._costs = self.step.costs
         self.progress.predicted_peak_bytes = self.step.peak_bytes + held_bytes
+        self.job.check_memory(self.progress.predicted_peak_bytes, self.device)
         self._about |= {"call": batch.describe(), "budget_bytes": self.budget_bytes, "held_bytes": held_bytes}
         self.display.say(f"planned the step in {time.perf_counter() - start:.1f} s")
+        own = self.step.training.own
+        if own is not None and own.divided_buckets:
+            share = f"{len(own.divided_buckets)} of {len(own.pieces)}"
+            self.display.say(
+                f"{share} buckets of parameters are divided over the ranks, and gathered when they are read"
+            )
 
     def _evaluate(self) -> None:
         """Evaluate on the data that epochs are judged by."""
@@ -461,7 +520,7 @@ class Run:
         try:
             found = judge.evaluate(judge.part)
         except UndertowError:  # such as a user's metric that fails: the epoch must not be lost with it
-            self.save()
+            self.save_alone()
             raise
         progress.seconds += time.perf_counter() - start
         mean = judge.mean_training_loss
@@ -480,7 +539,25 @@ class Run:
         self._call("on_evaluation", {"step": progress.step, "kind": found.part, **record, "metrics": found.metrics})
 
     def save(self) -> None:
-        """Save a checkpoint, if the weights are finite. Records are flushed first: the checkpoint relies on them."""
+        """Save a checkpoint, each rank a part of it."""
+        with self.job.doing("saving"):
+            self._settle()
+            self._finish_records()
+            self.progress.measured_peak_bytes = max(
+                (peak for peak in self.job.gather(self.progress.measured_peak_bytes) if peak is not None), default=None
+            )
+            save_in_parts(self.folder.checkpoint_path, self._checkpoint(self._gather_state()), self.job)
+
+    def save_alone(self) -> None:
+        """Save a checkpoint where the other ranks may not come to it, unless they have parts of the state."""
+        if self.job.size == 1:
+            self.save()
+        elif not self.config.shard_state and has_finite_weights(self.workload.model):
+            self._finish_records()
+            save_checkpoint(self.folder.checkpoint_path, self._checkpoint(self.optimizer.state_dict()))
+
+    def _finish_records(self) -> None:
+        """What a checkpoint relies on is written before it. Weights that are not finite are not saved."""
         assert self._records is not None
         while self._unread:  # where a callback has failed
             update = self._unread.popleft()
@@ -491,11 +568,10 @@ class Run:
         if self._step_seconds:
             self.progress.measured_step_s = statistics.median(self._step_seconds)
         self.progress.process_peak_bytes = process_peak_bytes()
-        save_checkpoint(self.folder.checkpoint_path, self._checkpoint())
 
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self, optimizer_state: dict[str, Any]) -> Checkpoint:
         average = {} if self.average is None else self.average.state()
-        tensors = collect_tensors(self.workload.model, self.optimizer, average, self.device)
+        tensors = collect_tensors(self.workload.model, optimizer_state, average, self.device)
         return Checkpoint(tensors, self.progress, self._about, self._costs)
 
 
