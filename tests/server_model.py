@@ -15,7 +15,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 from undertow.server.controller import Controller
@@ -77,16 +77,20 @@ class Seen:
 
 @dataclass(slots=True)
 class Worker:
-    """A worker as the model has it: it takes a number, pushes to one server or another, and hears that it is done."""
+    """A worker as the model has it: it takes a number, pushes to one server or another, and hears that it is done.
+
+    With a delay of 0 it may take several numbers of one update, so another worker may take none.
+    """
 
     name: str
-    number: int = -1
+    numbers: tuple[int, ...] = ()  # pushed and not answered
     version: int = 0  # that it holds
     is_out: bool = False
 
     def receive(self, message: Any, now: float) -> list[tuple[str, Any]]:
-        if isinstance(message, Done) and message.number == self.number:
-            self.number, self.version = -1, message.version
+        if isinstance(message, Done) and message.number in self.numbers:
+            self.numbers = tuple(number for number in self.numbers if number != message.number)
+            self.version = max(self.version, message.version)
         if isinstance(message, Refused):
             self.is_out = True
         return []
@@ -259,25 +263,51 @@ class Model:
         case, machines = self.case, world[0]
         for name in self.workers:
             place = self.place[name]
-            _, number, version, is_out = self._things[machines[place]]
+            _, numbers, version, is_out = self._things[machines[place]]
             if is_out:
                 continue
-            if number < 0 and (counts.returned or counts.next_number < case.num_pushes):
-                rest = {"returned": counts.returned[1:]} if counts.returned else {"next_number": counts.next_number + 1}
+            taken = -1
+            if counts.returned or counts.next_number < case.num_pushes:
                 taken = counts.returned[0] if counts.returned else counts.next_number
-                frozen = self.number((name, taken, version, is_out))
+            if taken >= 0 and self._may_take(numbers, taken):
+                rest = {"returned": counts.returned[1:]} if counts.returned else {"next_number": counts.next_number + 1}
+                frozen = self.number((name, (*numbers, taken), version, is_out))
                 after = ((*machines[:place], frozen, *machines[place + 1 :]), *world[1:])
                 after = self._with_sent(after, [("s0", Push(name, taken, (version,)), None)])
                 yield (name, "pushes", taken), self._count(after, counts, **rest)
-            elif number >= 0 and counts.resends < case.num_resends:
-                for server in self.servers:
+            if counts.resends < case.num_resends:
+                for number, server in product(numbers, self.servers):
                     after = self._with_sent(world, [(server, Push(name, number, (version,)), None)])
-                    yield (name, "pushes again to", server), self._count(after, counts, resends=counts.resends + 1)
+                    yield (
+                        (name, "pushes again", number, server),
+                        self._count(after, counts, resends=counts.resends + 1),
+                    )
+            if case.max_delay == 0 and not numbers:
+                yield from self._pulls(world, name, version)
             if counts.given_up < case.num_given_up:
-                returned = counts.returned if number < 0 else (*counts.returned, number)
+                returned = (*counts.returned, *numbers)
                 after = self._with_sent(world, [(server, Leave(name), None) for server in self.servers])
                 changes = {"given_up": counts.given_up + 1, "returned": returned}
                 yield (name, "is given up"), self._count(after, counts, **changes)
+
+    def _may_take(self, numbers: tuple[int, ...], taken: int) -> bool:
+        if self.case.max_delay > 0:
+            return not numbers
+        return all(self.rules.update_of(number) == self.rules.update_of(taken) for number in numbers)
+
+    def _pulls(self, world: World, name: str, version: int) -> Iterator[tuple[Any, World]]:
+        """What a primary has, though its worker has pushed nothing for it."""
+        machines, now = world[0], world[3]
+        for server in self.servers:
+            number = machines[self.place[server]]
+            if number == ENDED:
+                continue
+            replica = self.thaw(number)
+            if replica.is_serving(now) and replica.state.version > version:
+                place = self.place[name]
+                frozen = self.number((name, (), replica.state.version, False))
+                after = ((*machines[:place], frozen, *machines[place + 1 :]), *world[1:])
+                yield (name, "pulls from", server), after
 
     def _server_steps(self, world: World, counts: Counts) -> Iterator[tuple[Any, World]]:
         case, machines, now = self.case, world[0], world[3]

@@ -169,13 +169,28 @@ def is_running(pid):
         return False
 
 
-# Fails now and then where other processes keep the machine busy. Why is not understood yet: docs/parameter-server.md.
-@pytest.mark.parametrize("optimizer", [pytest.param(name, marks=EXHAUSTIVE) for name in ("adam", "sgd", "adagrad")])
+@pytest.mark.parametrize(
+    "optimizer", ["adam", pytest.param("sgd", marks=EXHAUSTIVE), pytest.param("adagrad", marks=EXHAUSTIVE)]
+)
 def test_a_delay_of_0_has_the_bits_of_one_process(serve, optimizer):
     service = serve(IN_STEP, max_delay=0, optimizer=optimizer)
     snapshots = train(service, range(12))
     assert_same_bits(snapshots, expected(service, optimizer, 6, 2))
     assert_all_applied(service, 12)
+
+
+def test_with_a_delay_of_0_a_worker_may_miss_an_update(serve):
+    """A worker that computes nothing of an update has to pull what the update made."""
+    import ray
+
+    service = serve(IN_STEP, max_delay=0)
+    fast, slow = (worker.actor for worker in service.workers.values())
+    ray.get([fast.join.remote("fast"), slow.join.remote("slow")])
+    rates = (service.job.optimizer.groups[0]["lr"],)
+    for number, actor in enumerate((fast, fast, slow, slow, slow, fast)):
+        assert ray.get(actor.compute.remote(number, rates)) is not None
+    ray.get([fast.rest.remote(), slow.rest.remote()])
+    assert_same_bits(service.snapshot(), expected(service, "sgd", 3, 2))
 
 
 def test_with_a_delay_of_0_kills_of_servers_and_workers_change_no_bit(serve):
@@ -217,7 +232,7 @@ def test_a_killed_primary_loses_nothing_and_workers_go_on(serve):
     assert max(staleness_of(service)) <= 4
     assert_replay_has_same_bits(service, snapshots)
     assert any("down to one copy" in line for line in service.said)
-    assert any("has 2 copies again" in line for line in service.said)
+    wait_until(lambda: any("has 2 copies again" in line for line in service.said), service)
 
 
 POINTS = [

@@ -33,10 +33,12 @@ def report(found):
 
 # What is seen to the end, and what to a depth.
 ONE_PUSH = Case(num_pushes=1, last_time=0)
+SYNCHRONOUS = Case(num_pushes=4, num_proposals=0, num_crashes=0, max_delay=0, num_resends=0, last_time=0)
 COMPLETE = {
     "a push, a proposal, a server that is killed": ONE_PUSH,
     "two pushes, one of them twice": Case(num_proposals=0, num_crashes=0, num_twice=1, num_resends=0, last_time=0),
     "synchronous": Case(num_proposals=0, num_crashes=1, max_delay=0, num_resends=1, last_time=0),
+    "two updates, synchronous": replace(SYNCHRONOUS, num_twice=1),
 }
 BY_DEPTH = {
     "leases": (Case(num_pushes=1), 8),
@@ -126,6 +128,15 @@ class WaitsForNobody(Replica):
         return self.waiting[:1]
 
 
+class TakesAnyVersion(Replica):
+    """With a delay of 0, a gradient by the parameters before the last update counts."""
+
+    __slots__ = ()
+
+    def _is_of_another_version(self, push):
+        return False
+
+
 class TakesOverFromOutside(Replica):
     """Whoever knows the part takes over, though the controllers say that it was left out."""
 
@@ -194,6 +205,7 @@ MUTANTS = {
     "no list of what is applied": (AppliesTwice, Case(num_crashes=0, num_proposals=0, num_given_up=1, last_time=0)),
     "no look at what is waiting": (AppliesBothOfAPair, Case(num_crashes=0, num_proposals=0, num_twice=1, last_time=0)),
     "no delay": (WaitsForNobody, Case(num_pushes=4, num_crashes=0, num_proposals=0, num_resends=0, last_time=0)),
+    "no look at the version": (TakesAnyVersion, SYNCHRONOUS),
     "takeover from outside": (TakesOverFromOutside, Case(num_pushes=1, num_crashes=0, num_proposals=2)),
     "new backup too late": (AnswersBeforeNewBackup, EVERYTHING),
     "members are not asked": (AsksNobody, THREE_AND_TIME),

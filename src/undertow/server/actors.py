@@ -128,11 +128,11 @@ class ServerActor:
         return {"state": held.replica.state, "values": held.tensors.state()}
 
     async def parameters_at(self, part: int, version: int) -> numpy.ndarray[Any, Any] | None:
-        """With a delay of 0: the parameters of the version before this one, from the primary alone."""
+        """With a delay of 0: the parameters of a version, from the primary alone; None while it is yet to come."""
         held = self._host.held.get(part)
         if held is None or not held.replica.is_serving(time.monotonic()):
             return None
-        return held.tensors.parameters_before(version)
+        return held.tensors.parameters_at(version)
 
     async def log(self, part: int, since: int) -> list[Any] | None:
         """The updates of a part after a version, from its primary alone."""

@@ -215,7 +215,7 @@ class Replica:
             out.append((push.worker, Refused(push.worker, push.number)))
         elif self._is_repeated(push):
             out.append((push.worker, Done(push.worker, push.number, self.state.version)))
-        elif not held <= push.versions[self.part] <= self.state.version:
+        elif not held <= push.versions[self.part] <= self.state.version or self._is_of_another_version(push):
             out.append((push.worker, Refused(push.worker, push.number)))
         elif not self._is_under_way(push):
             self.waiting += (push,)
@@ -223,6 +223,10 @@ class Replica:
 
     def _is_repeated(self, push: Push) -> bool:
         return self.state.is_done(push.number)
+
+    def _is_of_another_version(self, push: Push) -> bool:
+        """With a delay of 0: whether its gradient is not one by the parameters that its update changes."""
+        return self.rules.max_delay == 0 and push.versions[self.part] != self.rules.update_of(push.number)
 
     def _is_under_way(self, push: Push) -> bool:
         ordered = () if self.entry is None else self.entry.pushes

@@ -31,6 +31,10 @@ class Rules:
         """Whether so many controllers are more than half of all."""
         return 2 * num_controllers > len(self.controllers)
 
+    def update_of(self, number: int) -> int:
+        """With a delay of 0: the update that the batch of this number is a part of, and so the version that it needs."""
+        return number // self.round_size
+
 
 def choose_update(
     rules: Rules, part: int, version: int, holding: Mapping[str, int], waiting: Sequence[Push]

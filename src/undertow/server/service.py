@@ -186,9 +186,8 @@ class Service:
         if is_going_on:
             return bool(self._pending)
         # An update that was begun is ended: its other batches are.
-        size = self.job.rules.round_size
-        begun = self._round
-        return self.job.rules.max_delay == 0 and any(number // size == begun for number in self._pending)
+        update_of = self.job.rules.update_of
+        return self.job.rules.max_delay == 0 and any(update_of(number) == self._round for number in self._pending)
 
     def _hand_out(self, is_going_on: bool) -> None:
         """Give every worker that is free something to do."""
@@ -210,10 +209,10 @@ class Service:
             return self._pending.popleft()
         # One update after the other: its batches have to be computed before those of the next one begin.
         number = min(self._pending)
-        of_number = number // self.job.rules.round_size
+        of_number = self.job.rules.update_of(number)
         if self._round is not None and of_number > self._round:
             computing = [item.number for item in self.workers.values() if item.number is not None]
-            if any(other // self.job.rules.round_size < of_number for other in computing):
+            if any(self.job.rules.update_of(other) < of_number for other in computing):
                 return None
         self._round = of_number
         self._pending.remove(number)

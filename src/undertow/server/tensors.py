@@ -115,8 +115,10 @@ class PartTensors:
         """The parameters, copied: what is sent must not change on its way."""
         return self._flat.numpy().copy()
 
-    def parameters_before(self, version: int) -> numpy.ndarray[Any, Any]:
-        """Those of the version before the last update; raises CallError if another one is wanted."""
+    def parameters_at(self, version: int) -> numpy.ndarray[Any, Any] | None:
+        """Those of this version or of the one before; None if it is yet to come. Raises CallError if it is long gone."""
+        if version >= self.version:
+            return self.parameters() if version == self.version else None
         if self._before is None or self._before[0] != version:
             raise CallError(f"the parameters of version {version} are not held any longer: go back to the checkpoint")
         return self._before[1]

@@ -3,8 +3,9 @@
 In: numbers of batches, one after the other. Out: losses. The answer to a push has the part's newest parameters, so a
 push is the next pull as well. They are written into the model when the next batch begins, which waits for all of them.
 
-With a delay of 0, a worker may get another batch of the same update before the first is answered. If it waits for an
-update that lacks a batch of a lost worker, `give_back` ends the waiting, so that it can compute that batch.
+With a delay of 0, a worker may get another batch of the same update before the first is answered, and so another worker
+none of it: who has not pushed for the update before pulls what that has made. If a worker waits for an update that
+lacks a batch of a lost worker, `give_back` ends the waiting, so that it can compute that batch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any, Protocol
@@ -116,7 +117,7 @@ class WorkerActor:
         self._make = make
         self._courier = Courier(job, memberships, servers)
         self._pushing = Pushing(job, self._courier, name)
-        self._round = -1
+        self._update = -1  # the last one that a batch was computed for
 
     def begin(self) -> dict[str, Any]:
         """Load model and data, check that the model is the servers', plan the step; facts about it."""
@@ -135,30 +136,20 @@ class WorkerActor:
     def join(self, name: str) -> None:
         """Become known to the servers under a new name, and take their parameters."""
         self._name = self._pushing.name = name
-        self._round = -1
+        self._update = -1  # the last one that a batch was computed for
         requests = [(part, self._courier.start(part, Join(name))) for part in range(len(self._job.parts))]
         self._pushing.answers += requests
         self._settle(is_patient=True)
-        versions = self._pushing.versions
-        if self._job.rules.max_delay == 0 and min(versions) < max(versions):
-            # A worker was lost between its pushes, and its batch has to be computed with what it had.
-            for part, version in enumerate(tuple(versions)):
-                if version > min(versions):
-                    elements = self._courier.call_primary(part, "parameters_at", version - 1).result()
-                    self._write(part, version - 1, elements)
 
     def compute(self, number: int, rates: tuple[float, ...]) -> dict[str, Any] | None:
         """Compute one batch and push its gradients; None if it was asked to give the number back."""
         start = time.monotonic()
-        is_synchronous = self._job.rules.max_delay == 0
-        round_now = number // self._job.rules.round_size
-        # A batch of an update that was begun needs the parameters that are there; one of an earlier update, which was
-        # lost with its worker, is applied already, since what it made has come here.
-        has_begun = is_synchronous and round_now <= self._round
-        if not has_begun and not self._settle(is_patient=not is_synchronous):
-            return None
+        if self._job.rules.max_delay == 0:
+            if not self._get_ready(self._job.rules.update_of(number)):
+                return None
+        else:
+            self._settle(is_patient=True)
         waited_s = time.monotonic() - start
-        self._round = max(self._round, round_now)
         self._pushing.begin(number, rates)
         loss, num_examples = self._computing.compute(number)
         return {
@@ -184,17 +175,11 @@ class WorkerActor:
     def _settle(self, is_patient: bool) -> bool:
         """Write the parameters of all answers into the model; whether all are there."""
         pending = self._pushing.answers
-        answers: list[tuple[int, Any, Any]] = []
-        while len(answers) < len(pending):
-            part, future = pending[len(answers)]
-            try:
-                answers.append((part, *future.result(LOOK_S)))
-            except NotYet:
-                if not is_patient and self._is_asked_back.is_set():
-                    self._is_asked_back.clear()
-                    return False
+        answers = self._wait_for([future for _, future in pending], is_patient)
         # Not before: a batch that is given back to this worker needs the parameters that the others had.
-        for part, message, elements in answers:
+        if answers is None:
+            return False
+        for (part, _), (message, elements) in zip(pending, answers, strict=True):
             if isinstance(message, Refused):
                 raise GivenUp(f"{self._name} is not known to part {part} any longer")
             # A repeated push is answered at once, with what there is at that time.
@@ -203,6 +188,40 @@ class WorkerActor:
         pending.clear()
         self._is_asked_back.clear()
         return True
+
+    def _get_ready(self, update: int) -> bool:
+        """With a delay of 0: have the parameters that a batch of this update is computed with; whether they are there.
+
+        A batch of an update that was begun needs those that are there. One of an earlier update, which was lost with
+        its worker, is applied already, since what it made has come here.
+        """
+        if update <= self._update:
+            return True
+        if not self._settle(is_patient=False):
+            return False
+        versions = self._pushing.versions
+        # Others may have pushed all of the update before; or a part is further, since its update has this batch already.
+        parts = [part for part, version in enumerate(versions) if version != update and min(versions) <= update]
+        pulls = [self._courier.call_primary(part, "parameters_at", update) for part in parts]
+        found = self._wait_for(pulls, is_patient=False)
+        if found is None:
+            return False
+        for part, elements in zip(parts, found, strict=True):
+            self._write(part, update, elements)
+        self._update = update
+        return True
+
+    def _wait_for(self, futures: Sequence[Future[Any]], is_patient: bool) -> list[Any] | None:
+        """Their results; None if this worker is asked to stop waiting before all are there."""
+        found: list[Any] = []
+        while len(found) < len(futures):
+            try:
+                found.append(futures[len(found)].result(LOOK_S))
+            except NotYet:
+                if not is_patient and self._is_asked_back.is_set():
+                    self._is_asked_back.clear()
+                    return None
+        return found
 
     def _write(self, part: int, version: int, elements: Any) -> None:
         self._pushing.versions[part] = version
