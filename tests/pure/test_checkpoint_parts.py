@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from undertow.errors import CallError, DataError, FolderError
+from undertow.train import checkpoint_parts
 from undertow.train.checkpoint import Checkpoint, Progress, load_checkpoint, save_checkpoint, save_in_parts
 from undertow.train.checkpoint_parts import PART_FORMAT, divide_tensors, write_part
 from undertow.train.job import Job
@@ -62,6 +63,23 @@ def test_any_number_of_parts_is_the_same_checkpoint(tmp_path, size):
     checkpoint = make_checkpoint(3)
     save(path, checkpoint, size)
     same(load_checkpoint(path), checkpoint)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path, monkeypatch, size):
+    path = tmp_path / "checkpoint.safetensors"
+    save(path, make_checkpoint(1), 3)
+    read, replaced = checkpoint_parts.read_tensors, []
+
+    def replace_first(part):
+        if not replaced:
+            replaced.append(part)
+            save(path, make_checkpoint(2), size)
+        return read(part)
+
+    monkeypatch.setattr(checkpoint_parts, "read_tensors", replace_first)
+    same(load_checkpoint(path), make_checkpoint(2))
+    assert replaced
 
 
 def test_parts_are_about_equal():

@@ -18,7 +18,7 @@ import torch
 
 from undertow.errors import DataError, FolderError
 from undertow.hashing import hash_tensors
-from undertow.train.checkpoint_parts import delete_other_parts, divide_tensors, read_parts, write_part
+from undertow.train.checkpoint_parts import PartMissing, delete_other_parts, divide_tensors, read_parts, write_part
 from undertow.train.devices import device_states, set_device_states
 from undertow.train.job import Job
 from undertow.train.weights import read_tensors, write_tensors
@@ -150,6 +150,17 @@ def _write_state(checkpoint: Checkpoint) -> str:
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read the file; raises DataError if it is damaged or not a checkpoint."""
     tensors, metadata = read_tensors(path)
+    while True:
+        try:
+            return _make_checkpoint(path, tensors, metadata)
+        except PartMissing:
+            known = metadata
+            tensors, metadata = read_tensors(path)
+            if metadata == known:
+                raise
+
+
+def _make_checkpoint(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Checkpoint:
     if metadata.get("format") not in (FORMAT, FORMAT_IN_PARTS):
         raise DataError(f"{path} is a safetensors file, but not a checkpoint of a run: its format is not {FORMAT!r}")
     if metadata.get("sha256") != _digest(tensors, metadata.get("state", "") + metadata.get("parts", "")):

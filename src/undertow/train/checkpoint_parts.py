@@ -2,7 +2,8 @@
 
 In: a checkpoint that is the same on all ranks. Out: files `part-HASH.safetensors` beside `checkpoint.safetensors`,
 which lists them and is written last, by a rename. A part's name is the hash of what is in it. Until the rename the
-checkpoint before stands, with its own parts; afterwards parts that nothing lists are deleted.
+checkpoint before stands, with its own parts; afterwards parts that nothing lists are deleted. Who reads a checkpoint
+whose parts are deleted meanwhile reads the one that has replaced it.
 
 A part holds pieces of tensors. A piece is a range of a tensor's elements: `optimizer/3/exp_avg[100:200]`. The main file
 has the shape of each tensor that is in pieces, and whoever reads puts them together again. So it does not
@@ -29,6 +30,10 @@ PART_FORMAT = "undertow part of a checkpoint 1"
 NUM_DIGITS = 32  # of a hash, in the name of a file
 _PIECE = re.compile(r"(.+)\[(\d+):(\d+)\]")
 _PART = re.compile(rf"part-[0-9a-f]{{{NUM_DIGITS}}}\.safetensors")
+
+
+class PartMissing(DataError):
+    """A part is not there: lost, or its checkpoint was replaced while it was read."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,15 @@ def _read_part(path: Path, file: str) -> list[tuple[Piece, torch.Tensor]]:
     if not _PART.fullmatch(file):
         raise DataError(f"{path} is refused: it names a part {file!r}, which is no name of one")
     part = path.with_name(file)
-    if not part.is_file():
-        raise DataError(
+    try:
+        tensors, metadata = read_tensors(part)
+    except (DataError, FileNotFoundError):
+        if part.is_file():
+            raise
+        raise PartMissing(
             f"{path} is a checkpoint in parts, and {file} is missing beside it: bring it back, or go on from another "
             f"checkpoint, such as one of --keep"
-        )
-    tensors, metadata = read_tensors(part)
+        ) from None
     if metadata.get("format") != PART_FORMAT or not file.startswith(f"part-{hash_tensors(tensors)[:NUM_DIGITS]}."):
         raise DataError(f"{part} is damaged: its content does not match the hash in its name")
     found = []
