@@ -77,6 +77,7 @@ def test_free_memory_is_returned_only_where_it_would_exceed_the_limit(monkeypatc
 
     monkeypatch.setattr(resident, "resident_bytes", lambda: counts["resident"])
     monkeypatch.setattr(resident, "trim_memory", trim)
+    monkeypatch.setattr(resident, "drop_compiler", lambda: None)
     monkeypatch.setattr(resident, "SLACK_BYTES", 0)
     limit = resident.ResidentLimit(1 << 10)
     limit.make_room(10, 600)  # of 700 bytes that are left 100 are not the step's: the limit is 1140
@@ -85,6 +86,17 @@ def test_free_memory_is_returned_only_where_it_would_exceed_the_limit(monkeypatc
     assert counts["trims"] == 1
     limit.make_room(450, 600)
     assert counts["trims"] == 2
+
+
+@LINUX
+def test_the_compiler_is_dropped_and_comes_back():
+    numba = pytest.importorskip("numba")
+    resident.drop_compiler()
+    without = resident.resident_bytes()
+    assert numba.njit(lambda x: x + 1)(1) == 2
+    grown = resident.resident_bytes() - without
+    resident.drop_compiler()
+    assert resident.resident_bytes() < without + grown // 2
 
 
 def step_nodes(width=8):
