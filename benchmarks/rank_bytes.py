@@ -2,8 +2,10 @@
 
 The ranks are in two network namespaces, so nothing else is on the link. The formula is that of a ring, twice the
 gradients divided by the ranks, and the records of shards, or less where factors of gradients are sent. The interface
-also counts headers, what the receiver acknowledges, and a heartbeat each second. Needs root. Usage: scripts/bench
-rank_bytes [--out F]
+also counts headers, what the receiver acknowledges, and a heartbeat each second. The link has a rate: without one, packets
+are lost that the other end had no time to take, and are sent again (up to 4 % here). Needs root.
+
+Usage: scripts/bench rank_bytes [--out F]
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from rank_links import JoinedEnds, why_not
 from ranks import OURS, Contestant
 
 NUM_STEPS = 20
+BYTES_PER_S = 250e6
 
 
 def count(workload: str, place: int, num_steps: int) -> dict[str, Any]:
     """The bytes of a step of one of the ways to run it, on each rank."""
     task = Task(workload, WORKLOADS[workload][1], 2, 1, 1, OURS[place])
-    with JoinedEnds() as ends:
+    with JoinedEnds(BYTES_PER_S) as ends:
         contestant = Contestant(task, ends)
         try:
             assert contestant.is_ready()
