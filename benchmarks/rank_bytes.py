@@ -2,8 +2,8 @@
 
 The ranks are in two network namespaces, so nothing else is on the link. The formula is that of a ring, twice the
 gradients divided by the ranks, and the records of shards, or less where factors of gradients are sent. The interface
-also counts headers, what the receiver acknowledges, and a heartbeat each second. The link has a rate: without one, packets
-are lost that the other end had no time to take, and are sent again (up to 4 % here). Needs root.
+also counts headers, what the receiver acknowledges, and a heartbeat each second. The link has a rate: without one, what
+the other end has no time to take is lost and sent again (up to 4 % here). Needs root.
 
 Usage: scripts/bench rank_bytes [--out F]
 """

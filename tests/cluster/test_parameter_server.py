@@ -215,6 +215,7 @@ def test_with_a_delay_of_0_kills_of_servers_and_workers_change_no_bit(serve):
     assert any("server-0 has ended" in line for line in service.said)
 
 
+@EXHAUSTIVE
 def test_a_killed_primary_loses_nothing_and_workers_go_on(serve):
     service = serve(partial(SmallComputing, pause_s=0.005), size=Size(2, 2, 2), max_delay=4)
     pids = [worker.pid for worker in service.workers.values()]

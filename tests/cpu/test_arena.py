@@ -248,7 +248,7 @@ print(sorted(faults() for _ in range(3))[1])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page faults are counted as Linux does")
-@pytest.mark.parametrize("malloc", ["on", "off"])
+@pytest.mark.parametrize("malloc", ["on", pytest.param("off", marks=pytest.mark.exhaustive)])
 def test_hardly_a_page_fault(malloc, monkeypatch):
     """Under 1 % of eager's, even if the allocator returns freed memory to the system: the arena is not freed."""
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):

@@ -237,7 +237,7 @@ def searches(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("costs", ["measured", "model"])
+@pytest.mark.parametrize("costs", ["measured", pytest.param("model", marks=pytest.mark.exhaustive)])
 def test_a_new_length_is_planned_from_a_near_one(costs, searches):
     torch.manual_seed(0)
     model = MODELS["gpt"]()

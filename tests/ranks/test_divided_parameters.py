@@ -106,7 +106,7 @@ def train(mesh, num_shards, names):
     ("size", "num_shards", "names"),
     [
         (3, 4, ("plain", "clipped")),  # one rank has two shards, and gathers twice as often as the others
-        (2, 2, ("late",)),
+        pytest.param(2, 2, ("late",), marks=pytest.mark.exhaustive),
         pytest.param(4, 6, tuple(CASES), marks=pytest.mark.exhaustive),
         pytest.param(8, 8, tuple(CASES), marks=pytest.mark.exhaustive),
     ],

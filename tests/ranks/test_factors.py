@@ -62,7 +62,9 @@ def digests_with_factors(mesh):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.exhaustive), 3, pytest.param(4, marks=pytest.mark.exhaustive)]
+)
 def test_bits_of_one_process(size):
     torch.set_num_threads(1)
     expected = [train(None, size, **options)[0] for options in CASES.values()]

@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from rank_processes import run_ranks, start_ranks
+from spread_cases import spread
 from torch import nn
 from torch.nn import functional
 
@@ -64,7 +65,7 @@ def add_ones(mesh, locking, num_updates):
     return found
 
 
-@pytest.mark.parametrize("locking", ["none", "one", "parameter", "step"])
+@pytest.mark.parametrize("locking", spread(["none", "one", "parameter", "step"], str, every=2))
 def test_additions_of_all_workers_arrive(locking):
     (vector, table), (other_vector, other_table) = run_ranks(add_ones, 2, locking, 100)
     assert (vector == other_vector).all() and (table == other_table).all()  # one memory

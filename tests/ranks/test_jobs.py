@@ -226,8 +226,11 @@ def test_fewer_ranks_go_on(expected):
 @pytest.mark.parametrize(
     "cases",
     [
-        ["exit-backward-1", "link-reduce-0"],
-        pytest.param(["raise-save-0", "stop-update-1", "hang-forward-0", "kill-load-1"], marks=pytest.mark.exhaustive),
+        ["link-reduce-0"],
+        pytest.param(
+            ["exit-backward-1", "raise-save-0", "stop-update-1", "hang-forward-0", "kill-load-1"],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_faults_that_the_benchmark_injects(cases):
@@ -246,6 +249,7 @@ def test_ranks_with_other_data_are_refused():
     assert not Path("differing", "config.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_loss_that_is_not_finite_is_explained_as_in_one_process():
     words = [*TRAIN, "--optimizer", "sgd", "--clip-norm", "1e30", "--lr", "1e25"]
     lines = []
@@ -276,6 +280,7 @@ def test_options_that_do_not_fit(capsys, words, message):
     refuse(capsys, 2, message, "train", "models.py:make", "--data", "data.npz", *words)
 
 
+@pytest.mark.exhaustive
 def test_parameters_that_are_divided():
     """Evaluated, saved in parts, kept and resumed: as in one process, within a budget that has no room for them."""
     words = ["train", "models.py:make_large", "--data", "data.npz", "--batch", "12", "--shards", "2", "--seed", "1"]

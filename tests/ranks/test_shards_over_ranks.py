@@ -61,13 +61,13 @@ def expected():
 
 @pytest.mark.parametrize(
     ("num_shards", "size"),
-    [(8, 2), (8, 3), pytest.param(8, 4, marks=pytest.mark.exhaustive), (6, 4)]
-    + [pytest.param(8, 8, marks=pytest.mark.exhaustive), pytest.param(8, 5, marks=pytest.mark.exhaustive)],
+    [(8, 3), (6, 4), *(pytest.param(8, size, marks=pytest.mark.exhaustive) for size in (2, 4, 5, 8))],
 )
 def test_bits_of_one_process(expected, num_shards, size):
     assert run_ranks(digests, size, num_shards) == [expected[num_shards]] * size
 
 
+@pytest.mark.exhaustive
 def test_the_example_under_torchrun():
     def run(size):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), EXAMPLE]

@@ -106,7 +106,10 @@ def everything(schedules):
 # Stages, rows, and which case runs by which schedule: every pair somewhere.
 MESHES = [
     (2, 1, everything(["1f1b"]) + [("skips", name, {}) for name in SCHEDULES if name != "1f1b"]),
-    (3, 1, [("resnet18_small", "zero-bubble", {}), ("gpt", "gpipe", {}), ("unet", "interleaved", {})]),
+    pytest.param(
+        *(3, 1, [("resnet18_small", "zero-bubble", {}), ("gpt", "gpipe", {}), ("unet", "interleaved", {})]),
+        marks=pytest.mark.exhaustive,
+    ),
     (2, 2, [("vgg_small", "zero-bubble", {}), ("gpt", "interleaved", {}), ("skips", "1f1b", {})]),
     pytest.param(4, 1, [("skips", "1f1b", {}), ("gpt", "zero-bubble", {})]),
     *(
@@ -177,6 +180,7 @@ def test_each_rank_keeps_its_budget():
             assert measured <= predicted <= 1024 * int(budget.removesuffix("KiB"))
 
 
+@pytest.mark.exhaustive
 def test_a_network_that_fits_two_ranks_and_not_one():
     torch.set_num_threads(1)
     budget = 2_400_000

@@ -8,7 +8,7 @@ process's resident memory is read, which takes two microseconds. If the operatio
 
 After a trim nothing free is resident. What the process then holds beyond the step (libraries, data of the user's own)
 is known, and the limit is that much plus the budget. Before the first trim of a plan the pages of LLVM's library, which
-planning has read and no step reads, are dropped as well: 65 MiB, that the system reads again when something is compiled.
+planning has read and no step reads, are dropped as well: 65 MiB, which are read again when something is compiled.
 
 Does nothing where the C library is not glibc.
 """

@@ -32,7 +32,7 @@ class Rules:
         return 2 * num_controllers > len(self.controllers)
 
     def update_of(self, number: int) -> int:
-        """With a delay of 0: the update that the batch of this number is a part of, and so the version that it needs."""
+        """With a delay of 0: the update that this batch is a part of, which is also the version that it needs."""
         return number // self.round_size
 
 

@@ -116,7 +116,7 @@ class PartTensors:
         return self._flat.numpy().copy()
 
     def parameters_at(self, version: int) -> numpy.ndarray[Any, Any] | None:
-        """Those of this version or of the one before; None if it is yet to come. Raises CallError if it is long gone."""
+        """Those of a version, the latest or the one before; None if it is yet to come. Raises CallError if gone."""
         if version >= self.version:
             return self.parameters() if version == self.version else None
         if self._before is None or self._before[0] != version:

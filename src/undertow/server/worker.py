@@ -200,7 +200,7 @@ class WorkerActor:
         if not self._settle(is_patient=False):
             return False
         versions = self._pushing.versions
-        # Others may have pushed all of the update before; or a part is further, since its update has this batch already.
+        # Others may have pushed all of the update before. Or a part is further: its update has this batch already.
         parts = [part for part, version in enumerate(versions) if version != update and min(versions) <= update]
         pulls = [self._courier.call_primary(part, "parameters_at", update) for part in parts]
         found = self._wait_for(pulls, is_patient=False)
