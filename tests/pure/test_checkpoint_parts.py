@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from undertow.errors import CallError, DataError, FolderError
-from undertow.train import checkpoint_parts
+from undertow.train import checkpoint_parts, weights
 from undertow.train.checkpoint import Checkpoint, Progress, load_checkpoint, save_checkpoint, save_in_parts
 from undertow.train.checkpoint_parts import PART_FORMAT, divide_tensors, write_part
 from undertow.train.job import Job
@@ -80,6 +80,20 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path, monkeypatch, s
     monkeypatch.setattr(checkpoint_parts, "read_tensors", replace_first)
     same(load_checkpoint(path), make_checkpoint(2))
     assert replaced
+
+
+def test_a_file_that_is_replaced_while_it_is_opened(tmp_path, monkeypatch):
+    """The library opens it by name, and it may be another one by then."""
+    path = tmp_path / "checkpoint.safetensors"
+    save(path, make_checkpoint(1), 1)
+    safe_open = weights.safe_open
+
+    def replace_first(name, framework):
+        save(path, make_checkpoint(2), 1)
+        return safe_open(name, framework=framework)
+
+    monkeypatch.setattr(weights, "safe_open", replace_first)
+    same(load_checkpoint(path), make_checkpoint(1))
 
 
 def test_parts_are_about_equal():

@@ -7,6 +7,7 @@ header has been compared with the file. Nothing is ever unpickled.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,35 +50,39 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a safetensors file and its metadata; raises DataError that says why a file is refused."""
-    _check_header(path, file_bytes(path))
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is not a dict
-            return tensors, dict(file.metadata() or {})
-    except (SafetensorError, OSError, ValueError) as error:
-        raise DataError(f"{path} is refused: {error}") from None
-
-
-def _check_header(path: Path, size: int) -> None:
+    file_bytes(path)
     with open(path, "rb") as file:
-        start = file.read(8)
-        for magic, what in PICKLE_STARTS.items():
-            # A length that is 128 more than a multiple of 256 starts with 0x80 too, but JSON follows it.
-            if start.startswith(magic) and file.read(1) != b"{":
-                raise DataError(f"{path} is {what}; only safetensors are read, since a pickle can run any code")
-            file.seek(8)
-        if len(start) < 8:
-            raise DataError(f"{path} has {size} bytes, too few for a safetensors file")
-        (length,) = struct.unpack("<Q", start)
-        if length > min(MAX_HEADER_BYTES, size - 8):
-            raise DataError(
-                f"{path} is not a whole safetensors file: it claims a header of {length:,} bytes, but has {size:,}"
-            )
+        _check_header(path, file)
+        # The library opens a file by its name, twice. This name is of the file that was checked, whatever replaces it.
+        opened = Path(f"/proc/self/fd/{file.fileno()}")
         try:
-            header = json.loads(file.read(length))
-            ends = [item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"]
-            wanted = 8 + length + max(ends, default=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-            raise DataError(f"{path} is not a safetensors file: its header does not follow the format") from None
+            with safe_open(opened if opened.exists() else path, framework="pt") as content:
+                tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118  it is not a dict
+                return tensors, dict(content.metadata() or {})
+        except (SafetensorError, OSError, ValueError) as error:
+            raise DataError(f"{path} is refused: {error}") from None
+
+
+def _check_header(path: Path, file: BinaryIO) -> None:
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    for magic, what in PICKLE_STARTS.items():
+        # A length that is 128 more than a multiple of 256 starts with 0x80 too, but JSON follows it.
+        if start.startswith(magic) and file.read(1) != b"{":
+            raise DataError(f"{path} is {what}; only safetensors are read, since a pickle can run any code")
+        file.seek(8)
+    if len(start) < 8:
+        raise DataError(f"{path} has {size} bytes, too few for a safetensors file")
+    (length,) = struct.unpack("<Q", start)
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise DataError(
+            f"{path} is not a whole safetensors file: it claims a header of {length:,} bytes, but has {size:,}"
+        )
+    try:
+        header = json.loads(file.read(length))
+        ends = [item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"]
+        wanted = 8 + length + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        raise DataError(f"{path} is not a safetensors file: its header does not follow the format") from None
     if wanted != size:
         raise DataError(f"{path} is truncated or overlong: its header claims {wanted:,} bytes, it has {size:,}")
