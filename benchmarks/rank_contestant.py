@@ -222,13 +222,19 @@ def next_line() -> str:
     return sys.stdin.readline()
 
 
-def main() -> None:
-    """Serve turns until stdin ends."""
+def begin() -> tuple[Task, int]:
+    """What is to be run, and as which rank. From now on this process runs on its own cores."""
     task, rank = read_task(sys.argv[1]), int(os.environ["RANK"])
     cores = sorted(os.sched_getaffinity(0))
     first = rank * task.num_threads % len(cores)
     os.sched_setaffinity(0, cores[first : first + task.num_threads])
     torch.set_num_threads(task.num_threads)
+    return task, rank
+
+
+def main() -> None:
+    """Serve turns until stdin ends."""
+    task, rank = begin()
     turns = Turns(task, rank)
     turns.step()  # what cannot run ends here, before the others wait for it
     turns.finish()

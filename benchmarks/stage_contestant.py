@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from rank_contestant import Task, read_task
+from rank_contestant import Task, begin
 from torch import distributed, nn
 from torch.nn import functional
 
@@ -181,11 +180,7 @@ class Turns:
 
 def main() -> None:
     """Serve turns until stdin ends."""
-    task, rank = read_task(sys.argv[1]), int(os.environ["RANK"])
-    cores = sorted(os.sched_getaffinity(0))
-    first = rank * task.num_threads % len(cores)
-    os.sched_setaffinity(0, cores[first : first + task.num_threads])
-    torch.set_num_threads(task.num_threads)
+    task, rank = begin()
     turns = Turns(task, rank)
     print(json.dumps(turns.facts), flush=True)
     for line in sys.stdin:
