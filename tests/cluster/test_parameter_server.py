@@ -193,6 +193,24 @@ def test_with_a_delay_of_0_a_worker_may_miss_an_update(serve):
     assert_same_bits(service.snapshot(), expected(service, "sgd", 3, 2))
 
 
+def test_with_a_delay_of_0_a_batch_may_come_again_long_after_its_update(serve):
+    """As that of a worker that was lost when its gradient was applied. Its parameters are gone; nobody needs them."""
+    import ray
+
+    service = serve(IN_STEP, max_delay=0)
+    fast, slow = (worker.actor for worker in service.workers.values())
+    ray.get([fast.join.remote("fast"), slow.join.remote("slow")])
+    rates = (service.job.optimizer.groups[0]["lr"],)
+    for number in range(6):
+        assert ray.get(fast.compute.remote(number, rates)) is not None
+    ray.get(fast.rest.remote())
+    for number in (2, 6, 7):
+        assert ray.get(slow.compute.remote(number, rates)) is not None
+    ray.get(slow.rest.remote())
+    assert_same_bits(service.snapshot(), expected(service, "sgd", 4, 2))
+    assert_all_applied(service, 8)
+
+
 def test_with_a_delay_of_0_kills_of_servers_and_workers_change_no_bit(serve):
     service = serve(partial(SmallComputing, 0.5, 0.02), size=Size(2, 3, 2), max_delay=0)
     killed = []

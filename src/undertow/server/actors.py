@@ -127,8 +127,8 @@ class ServerActor:
             return None
         return {"state": held.replica.state, "values": held.tensors.state()}
 
-    async def parameters_at(self, part: int, version: int) -> numpy.ndarray[Any, Any] | None:
-        """With a delay of 0: the parameters of a version, from the primary alone; None while it is yet to come."""
+    async def parameters_at(self, part: int, version: int) -> tuple[int, numpy.ndarray[Any, Any]] | None:
+        """With a delay of 0: a version with its parameters, from the primary alone; None while it is yet to come."""
         held = self._host.held.get(part)
         if held is None or not held.replica.is_serving(time.monotonic()):
             return None

@@ -115,13 +115,19 @@ class PartTensors:
         """The parameters, copied: what is sent must not change on its way."""
         return self._flat.numpy().copy()
 
-    def parameters_at(self, version: int) -> numpy.ndarray[Any, Any] | None:
-        """Those of a version, the latest or the one before; None if it is yet to come. Raises CallError if gone."""
-        if version >= self.version:
-            return self.parameters() if version == self.version else None
-        if self._before is None or self._before[0] != version:
+    def parameters_at(self, version: int) -> tuple[int, numpy.ndarray[Any, Any]] | None:
+        """A version and its parameters: this one, the latest if it is long gone; None if it is yet to come.
+
+        An update begins when all parts have the one before. So who asks for a version before the last two has a batch
+        that every part has, and whatever it computes is not applied. Raises CallError if the last but one is not held.
+        """
+        if version > self.version:
+            return None
+        if version != self.version - 1:
+            return self.version, self.parameters()
+        if self._before is None:
             raise CallError(f"the parameters of version {version} are not held any longer: go back to the checkpoint")
-        return self._before[1]
+        return self._before
 
     def apply(self, entry: Entry, gradients: Sequence[torch.Tensor]) -> None:
         """Update by the gradients of the entry's pushes, in their order; the sum is made in the first one's memory."""

@@ -136,7 +136,7 @@ class WorkerActor:
     def join(self, name: str) -> None:
         """Become known to the servers under a new name, and take their parameters."""
         self._name = self._pushing.name = name
-        self._update = -1  # the last one that a batch was computed for
+        self._update = -1
         requests = [(part, self._courier.start(part, Join(name))) for part in range(len(self._job.parts))]
         self._pushing.answers += requests
         self._settle(is_patient=True)
@@ -205,9 +205,11 @@ class WorkerActor:
         pulls = [self._courier.call_primary(part, "parameters_at", update) for part in parts]
         found = self._wait_for(pulls, is_patient=False)
         if found is None:
+            for pull in pulls:
+                pull.cancel()
             return False
-        for part, elements in zip(parts, found, strict=True):
-            self._write(part, update, elements)
+        for part, (version, elements) in zip(parts, found, strict=True):
+            self._write(part, version, elements)
         self._update = update
         return True
 
